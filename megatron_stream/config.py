@@ -218,24 +218,47 @@ def _known_keys(cls: type, prefix: str = "") -> list[str]:
     return keys
 
 
-def _explain(error: Exception, overrides: list[str]) -> str:
-    """One line for a hydra or omegaconf error, naming the nearest known key."""
-    text = re.sub(r"\s+", " ", str(error).split("\nfull_key")[0]).strip()
-    cause = error.__cause__ or error.__context__
-    if "full_key:" in str(error) or "full_key:" in str(cause):
-        text = re.sub(r"\s+", " ", str(cause or error).split("\n")[0]).strip()
-    unknown = re.search(r"(?:Could not override '([\w.]+)'|Key '([\w.]+)' (?:is )?not in)", str(error))
-    if not unknown:
-        return text
-    wrong = unknown.group(1) or unknown.group(2)
+def _explain(error: Exception) -> str:
+    """One line for a hydra or omegaconf error, naming the key, and the nearest known one if it is unknown."""
+    chain = [str(e) for e in (error, error.__cause__, error.__context__) if e is not None]
+    text = "\n".join(chain)
+    unknown = re.search(r"Could not override '([\w.]+)'|Key '([\w.]+)' (?:is )?not in", text)
+    if unknown:
+        wrong = unknown.group(1) or unknown.group(2)
+        return f"unknown configuration key {wrong}{_hint(wrong)}"
+    if "Could not find" in text and (choice := re.search(r"Could not find '([\w./-]+)'", text)):
+        available = re.search(r"Available options[^:]*:\s*([^\n]+(?:\n\s+\S+)*)", text)
+        options = ", ".join(available.group(1).split()) if available else "see configs/"
+        return f"there is no configuration {choice.group(1)}; available: {options}"
+    key = re.search(r"full_key: ([\w.]+)", text)
+    first = min((line for line in chain if "full_key" in line), default=chain[0], key=len).split("\n")[0]
+    return f"{key.group(1)}: {first}" if key else first
+
+
+def _hint(wrong: str) -> str:
     known = _known_keys(RunConfig)
     near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
     if not near:
         by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
         leaf = difflib.get_close_matches(wrong.rsplit(".", 1)[-1], list(by_leaf), n=1, cutoff=0.6)
         near = [by_leaf[n] for n in leaf]
-    hint = f"; did you mean {near[0]}?" if near else "; see `megatron-stream rl --help` for the keys"
-    return f"unknown configuration key {wrong}{hint}"
+    return f"; did you mean {near[0]}?" if near else "; `megatron-stream rl --cfg` prints all keys"
+
+
+def load_config_file(path: Path, overrides: list[str]) -> RunConfig:
+    """A run's own `config.yaml` (see `megatron_stream.launch.supervisor`), checked like any other."""
+    if not path.is_file():
+        raise UserError(f"--config {path}: no such file")
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(RunConfig), OmegaConf.load(path), OmegaConf.from_dotlist(overrides)
+        )
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_explain(error)}") from error
+    assert isinstance(config, RunConfig)
+    validate(config)
+    return config
 
 
 def load_config(name: str, overrides: list[str], config_dir: Path = CONFIG_DIR) -> RunConfig:
@@ -249,7 +272,7 @@ def load_config(name: str, overrides: list[str], config_dir: Path = CONFIG_DIR) 
             composed = compose(name, overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, overrides)) from error
+        raise UserError(_explain(error)) from error
     assert isinstance(config, RunConfig)
     missing = sorted(OmegaConf.missing_keys(composed))
     _require(not missing, f"{', '.join(missing)} must be given, e.g. {missing[0] if missing else ''}=VALUE")

@@ -11,24 +11,7 @@ from megatron_stream.errors import UserError
 from megatron_stream.layout.blocks import Block
 from megatron_stream.layout.llama import megatron_blocks
 from megatron_stream.model.hf import ModelSpec, open_tensors
-
-
-def stage_layers(spec: ModelSpec, pipeline: int, stage: int) -> tuple[int, int]:
-    """(first layer, number of layers) of a pipeline stage: Megatron-core's even split.
-
-    Raises UserError when the layers do not divide.
-    """
-    if pipeline > spec.num_layers:
-        raise UserError(
-            f"trainer.pipeline_parallel={pipeline} is more stages than the model's {spec.num_layers} layers"
-        )
-    if spec.num_layers % pipeline:
-        raise UserError(
-            f"the model's {spec.num_layers} layers do not divide over trainer.pipeline_parallel={pipeline} "
-            f"stages; choose a divisor of {spec.num_layers}"
-        )
-    count = spec.num_layers // pipeline
-    return stage * count, count
+from megatron_stream.model.split import stage_layers
 
 
 def transformer_config(spec: ModelSpec, pipeline: int, dtype: torch.dtype, device: torch.device) -> Any:

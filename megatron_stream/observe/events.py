@@ -6,13 +6,16 @@ synchronised clocks) share an axis.
 
 Vocabulary (track: names {args}); `stage` counts from 0:
 
-- `trainer stage S`: spans `forward` {microbatch}, `backward` {microbatch}, `optimizer step`
-  {version, unit, optimistic}, `rollback` {version, unit}, `wait verdict` {version}; instants `step ready`
-  {version} (the next forward may start), `validated` {version, norm, clipped}
+- `trainer stage S`: spans `forward` {microbatch, version}, `backward` {microbatch, version} (the version that
+  the step makes), `optimizer step` {version, unit, optimistic}, `rollback` {version, unit}, `wait verdict`
+  {version}; instants `step ready` {version} (the next forward may start), `validated`
+  {version, norm, clipped}
 - `send stage S`: spans `pack` {version, unit, bytes}, `send` {version, unit, attempt, bytes, worker}
 - `staging stage S` (engine worker): span `arrive` {version, unit, attempt, bytes}
 - `engine stage S`: spans `forward` {batch, version, tokens}, `commit` {version, bytes, batch}: `batch` is
-  the number of the first batch that computes with this version
+  the number of the first batch that computes with this version. Instant `sampled` {batch, version,
+  requests: [id]}: the last stage sampled one token of each request with this version, the truth that labels
+  are checked against
 - `engine`: instants `tokens` {requests: [id], version}: one token of each request; `preempted` {request};
   span `commit` {version} from the request to the last worker's reply; instant `staged` {version}
 - `actor`: spans `request` {id, group, tokens, versions: [[version, start]]}, `reward` {group}

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer
-
 from megatron_stream.config import RunConfig
 from megatron_stream.errors import UserError
 from megatron_stream.observe.events import EventLog
@@ -191,6 +189,8 @@ async def run_actor(
     if not engine_urls:
         raise UserError("the actor needs at least one engine URL")
     if tokenizer is None:
+        from transformers import AutoTokenizer  # seconds to import, and only needed here
+
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     task = Task(config.task, tokenizer)
     events = EventLog(run_dir / "events" / "actor.jsonl")

@@ -84,7 +84,6 @@ def request_body(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "seed": seed,
             "logprobs": 0,
             "detokenize": False,
         },

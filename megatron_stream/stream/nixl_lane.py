@@ -37,7 +37,8 @@ def _new_agent(name: str) -> Any:
             api = importlib.import_module(module)
         except ImportError:
             continue
-        return api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        # NIXL's progress thread polls without a pause (a whole core on each side); both our ends poll anyway.
+        return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     raise UserError("stream.lane=nixl needs the package nixl-cu12 or nixl-cu13: pip install 'megatron-stream[cpu]'")
 
 

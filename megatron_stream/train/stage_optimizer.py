@@ -54,6 +54,13 @@ class Verdict:
         return self.finite and not (self.clip > 0 and self.clip / (self.norm + 1.0e-6) < 1.0)
 
 
+class _GroupOfOne:
+    """What finalize_model_grads takes for an embedding group without peers (it asks for the size only)."""
+
+    def size(self) -> int:
+        return 1
+
+
 class StageOptimizer:
     """Wraps Megatron's optimizer of one rank; `step` and `zero_grad` as before, the rest by hook.
 
@@ -148,11 +155,12 @@ class StageOptimizer:
         assert num_tokens is None, "count loss tokens before the schedule (calculate_per_token_loss=False)"
         groups = copy.copy(pg_collection or self._groups)
         if self._late:
-            groups.embd = None  # the exchange with the first stage would hold this stage back; see step()
+            # The exchange with the first stage would hold this stage back; step() makes it up.
+            groups.embd = _GroupOfOne()
         finalize_model_grads(model, None, groups, force_all_reduce)
         self._inner._copy_model_grads_to_main_grads()
         self._norm = self._start_norm()
-        self._attempt = 1
+        self._attempt += 1  # never reused: a skipped step's version is stepped again
         self._took_step = False
         if self._optimistic:
             self._before_change(self.unit)

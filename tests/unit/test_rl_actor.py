@@ -1,6 +1,7 @@
 """The actor against small in-process servers that speak vLLM's protocol."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -9,10 +10,12 @@ from aiohttp import web
 
 from megatron_stream.config import ActorConfig, AlgorithmConfig, RunConfig, SamplingConfig, TaskConfig
 from megatron_stream.errors import UserError
-from megatron_stream.observe.events import read_events
-from megatron_stream.rl.actor import request_seed, run_actor
-from megatron_stream.rl.client import EngineError
+from megatron_stream.observe.events import EventLog, read_events
+from megatron_stream.rl.actor import Actor, request_seed, run_actor
+from megatron_stream.rl.client import EngineError, GenerateClient
+from megatron_stream.rl.rewards import Scorer
 from megatron_stream.rl.samples import Reservation, SqliteSampleStream, stream_path
+from megatron_stream.rl.tasks import Task
 
 pytestmark = pytest.mark.unit
 
@@ -72,7 +75,7 @@ async def serving(n=1):
     for server in servers:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", server.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         runners.append(runner)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -85,10 +88,10 @@ async def serving(n=1):
             await runner.cleanup()
 
 
-def make_config(in_flight=2, groups_per_step=2, max_lag=1, reward_timeout_s=20.0):
+def make_config(in_flight=2, groups_per_step=2, max_lag=1):
     return RunConfig(
         dir="unused",
-        task=TaskConfig(dataset="chain_sum", size=6, reward_timeout_s=reward_timeout_s),
+        task=TaskConfig(dataset="chain_sum", size=6),
         actor=ActorConfig(GROUP, in_flight, SamplingConfig(max_tokens=3, temperature=0.7)),
         algorithm=AlgorithmConfig(groups_per_step=groups_per_step, max_lag_versions=max_lag),
     )
@@ -230,14 +233,29 @@ def test_stopped_and_started_again_it_takes_up_the_unfinished_prompts(tmp_path):
     assert sorted((g.prompt_index, g.attempt) for g in groups) == [(i, 0) for i in range(4)]
 
 
+def make_hanging_verify():
+    return lambda entry, text: time.sleep(600)
+
+
 def test_a_reward_that_times_out_is_recorded_in_the_group(tmp_path):
     async def scenario():
-        config = make_config(reward_timeout_s=0.0)  # no reward is that fast
-        async with serving() as (server,), acting(config, [server], tmp_path) as (actor, stream):
-            return await claim(stream, actor, 1, step=1)
+        config, stop = make_config(in_flight=1, groups_per_step=1, max_lag=0), asyncio.Event()
+        stream, events = SqliteSampleStream(tmp_path / "samples.sqlite"), EventLog(None)
+        task = Task(config.task, ByteTokenizer())
+        async with (
+            serving() as (server,),
+            Scorer(make_hanging_verify, timeout_s=0.2) as scorer,
+            GenerateClient(server.url) as client,
+        ):
+            actor = asyncio.create_task(Actor(config, task, scorer, [client], stream, events).run(stop))
+            groups = await claim(stream, actor, 1, step=1)
+            stop.set()
+            await asyncio.wait_for(actor, DEADLINE_S)
+            return groups
 
     (group,) = asyncio.run(scenario())
     assert group.info["timed_out"] == [0, 1]
+    assert group.info["reward_errors"]["1"] == "no reward within 0.2 s"
     assert [s.reward for s in group.samples] == [0.0, 0.0]
 
 

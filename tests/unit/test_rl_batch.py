@@ -58,6 +58,11 @@ def test_one_long_sample_against_ten_short_ones():
     assert sorted(m.tokens.shape[1] for b in ranks for m in b.microbatches)[-2:] == [12, 102]
 
 
+def test_rows_of_similar_length_share_a_microbatch():
+    batch = build_microbatches([make_group(0, 3, [10, 100] * 4)], 2, PAD, 0, 1, current_version=0)
+    assert [m.tokens.shape[1] for m in batch.microbatches] == [102, 102, 12, 12]
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     shape=st.lists(

@@ -78,7 +78,7 @@ def test_vllm_reads_our_request_and_we_read_its_response():
 async def _generate(handler, deadline_s=20.0):
     app = web.Application()
     app.router.add_post("/inference/v1/generate", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -43,7 +43,8 @@ def test_the_sum_over_microbatches_does_not_depend_on_the_cut():
             policy_loss(logprobs[r], old[r], advantages[r], mask[r], num_tokens=tokens, **CLIP) for r in rows
         ]
         return [
-            sum(x.item() for x in values) for values in zip(*[(p[0], p[1]["approx_kl"]) for p in parts], strict=True)
+            sum(x.item() for x in values)
+            for values in zip(*[(p[0], p[1]["approx_kl"]) for p in parts], strict=True)
         ]
 
     assert total([slice(0, 1), slice(1, 4)]) == pytest.approx(total([slice(0, 4)]), rel=1e-5)

@@ -1,10 +1,12 @@
 """The scorer: reward functions that hang, crash or raise cost one sample, also from a thread."""
 
 import asyncio
+import multiprocessing
 import os
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,20 @@ def make_verify():
 
 def broken_verify():
     raise ImportError("no such verifier")
+
+
+def _orphan(pids):
+    """Reports the pid of a reward process, leaves it hanging and waits to be killed."""
+
+    async def hang():
+        async with Scorer(make_verify, 600.0, workers=1) as scorer:
+            pid = int((await scorer.score(6, "pid")).value)
+            hung = asyncio.create_task(scorer.score(6, "hang"))
+            await asyncio.sleep(0.5)  # so that it hangs, and does not wait for work, when we are killed
+            pids.send(pid)
+            await hung
+
+    asyncio.run(hang())
 
 
 async def score_all(texts, workers=1):
@@ -102,3 +118,26 @@ def test_cancelling_kills_the_process_that_was_at_work():
     assert killed != replacement
     with pytest.raises(ProcessLookupError):
         os.kill(killed, 0)
+
+
+def test_a_hung_process_does_not_outlive_a_killed_parent():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    parent = context.Process(target=_orphan, args=(theirs,))
+    parent.start()
+    assert ours.poll(60)
+    pid = ours.recv()
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 20
+    while _is_running(pid):
+        assert time.monotonic() < deadline, f"waited for reward process {pid} to end"
+        time.sleep(0.02)
+
+
+def _is_running(pid):
+    """False also for a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -66,7 +66,11 @@ def test_prompts_use_the_chat_template_and_repeat_in_order():
 def test_scores_and_the_verifier_of_the_reward_process_agree():
     task, verify = Task(config(), byte_tokenizer()), make_verifier(config())
     right = task.entry(3)["answer"]
-    for text, least, most in ((f"The answer is {right}.", 1, 1), ("no idea", 0, 0), (f"{right} or 1", 0.01, 0.99)):
+    for text, least, most in (
+        (f"The answer is {right}.", 1, 1),
+        ("no idea", 0, 0),
+        (f"{right} or 1", 0.01, 0.99),
+    ):
         assert least <= task.score(3, text) <= most
         assert verify(task.entry(3), text) == task.score(3, text)
 

@@ -1,0 +1,162 @@
+"""The one entry point: `megatron-stream COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_stream import __version__
+from megatron_stream.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_stream.config import RunConfig
+
+_RL_EPILOG = """\
+examples:
+  megatron-stream rl experiment=demo                      the demo: SmolLM2-135M, 8 steps
+  megatron-stream rl experiment=demo trainer.steps=20 dir=runs/mine
+  megatron-stream rl --cfg experiment=demo                print the configuration and stop
+  megatron-stream rl experiment=demo dir=runs/mine resume=true
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "megatron-stream",
+        description="RL training whose weights stream, stage by stage, into the running inference engine.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    rl = commands.add_parser(
+        "rl", help="run trainer, engine and actor on this machine", epilog=_RL_EPILOG, formatter_class=raw
+    )
+    rl.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+
+    serve = commands.add_parser("serve", help="one engine: vLLM's server that receives weights while it runs")
+    serve.add_argument("--control-port", type=int, default=0, help="where the trainer connects (0: a free port)")
+
+    act = commands.add_parser("act", help="the actor: rollouts and rewards into the sample stream")
+    act.add_argument("--engine-url", action="append", required=True, help="http://host:port; repeat for several")
+
+    train = commands.add_parser("train-rl", help="one trainer rank; start it with torchrun")
+    train.add_argument("--engine", action="append", required=True, help="tcp://host:port of an engine's control")
+
+    for command in (rl, serve, act, train):
+        command.add_argument("--config", type=Path, help="a run's config.yaml instead of configs/rl.yaml")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="configuration overrides")
+
+    model = commands.add_parser("model", help="make or check a model folder and print its path")
+    model.add_argument("name", help="smollm2-135m-instruct, tiny, tiny-untied, or a Hugging Face folder")
+    return parser
+
+
+def _load(arguments: argparse.Namespace) -> RunConfig:
+    from megatron_stream.config import load_config, load_config_file
+
+    if arguments.config:
+        return load_config_file(arguments.config, arguments.overrides)
+    return load_config("rl", arguments.overrides)
+
+
+def _rl(arguments: argparse.Namespace) -> None:
+    config = _load(arguments)
+    if arguments.cfg:
+        from omegaconf import OmegaConf
+
+        print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+        return
+    from megatron_stream.launch.supervisor import Supervisor
+    from megatron_stream.model.hf import read_spec
+    from megatron_stream.model.prepare import resolve_model
+    from megatron_stream.model.split import stage_layers
+
+    config.model.path = str(resolve_model(config.model.path))
+    config.dir = str(Path(config.dir).absolute())
+    spec = read_spec(Path(config.model.path))
+    stage_layers(spec, config.trainer.pipeline_parallel, 0)
+    Supervisor(config).run()
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from megatron_stream.engine.server import serve
+    from megatron_stream.engine.settings import EngineSettings
+    from megatron_stream.launch.ports import choose_port
+    from megatron_stream.model.prepare import resolve_model
+
+    config = _load(arguments)
+    config.engine.port = choose_port(config.engine.host, config.engine.port, "engine.port")
+    settings = EngineSettings(
+        run_dir=config.dir,
+        host=config.engine.host,
+        control_port=choose_port(config.engine.host, arguments.control_port, "--control-port"),
+        deadline_s=config.stream.deadline_s,
+    )
+    print(f"engine http://{config.engine.host}:{config.engine.port} control {settings.control_address}", flush=True)
+    serve(config.engine, resolve_model(config.model.path), settings)
+
+
+def _act(arguments: argparse.Namespace) -> None:
+    from megatron_stream.model.prepare import resolve_model
+    from megatron_stream.rl.actor import run_actor
+
+    config = _load(arguments)
+    config.model.path = str(resolve_model(config.model.path))
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run_actor(config, arguments.engine_url, Path(config.dir), stop)
+
+    asyncio.run(run())
+
+
+def _train_rl(arguments: argparse.Namespace) -> None:
+    from megatron_stream.model.prepare import resolve_model
+    from megatron_stream.train.rl import train_rl
+
+    config = _load(arguments)
+    if "RANK" not in os.environ:
+        raise UserError("train-rl is one rank of several: start it with torchrun --nproc-per-node=RANKS -m ...")
+    train_rl(config, resolve_model(config.model.path), arguments.engine)
+
+
+def _model(arguments: argparse.Namespace) -> None:
+    from megatron_stream.model.prepare import resolve_model
+
+    print(resolve_model(arguments.name))
+
+
+_COMMANDS = {"rl": _rl, "serve": _serve, "act": _act, "train-rl": _train_rl, "model": _model}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command. A user's mistake is one line and exit code 2; a part that died is exit code 1."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        _COMMANDS[arguments.command](arguments)
+    except UserError as error:
+        print(f"megatron-stream: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except RuntimeError as error:
+        if type(error).__name__ not in ("PartDied", "EngineError", "LaneError"):
+            raise
+        print(f"megatron-stream: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""One part of a run as a child process: started, watched, ended, with its own log file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child: get SIGTERM when the supervisor is gone, however it went (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Part:
+    """A child in a process group of its own, so that a Ctrl-C reaches the supervisor alone."""
+
+    def __init__(self, name: str, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment or dict(os.environ),
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; -n when signal n ended it."""
+        return self.process.poll()
+
+    def tree(self) -> list[psutil.Process]:
+        """The child and everything that it started."""
+        try:
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def last_lines(self, count: int) -> list[str]:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-count:]
+
+    def error_lines(self, count: int) -> list[str]:
+        """The lines that most likely say why it ended."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        telling = [line for line in lines if "error" in line.lower() and not line.lstrip().startswith("File ")]
+        return telling[-count:] or self.last_lines(count)
+
+
+def end_parts(parts: list[Part], grace_s: float) -> None:
+    """SIGTERM to all at once, SIGKILL to what is left after `grace_s` seconds."""
+    trees = [process for part in parts for process in part.tree()]
+    for part in parts:
+        if part.exit_code is None:
+            part.process.terminate()
+    deadline = time.monotonic() + grace_s
+    for part in parts:
+        try:
+            part.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            continue
+    _, alive = psutil.wait_procs(trees, timeout=max(0.1, deadline - time.monotonic()))
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=5)
+
+
+def memory_gib(parts: list[Part]) -> float:
+    """Memory of all parts together: proportional set size, so that shared pages count once."""
+    total = 0
+    for part in parts:
+        for process in part.tree():
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+    return total / 2**30

@@ -1,0 +1,24 @@
+"""How a model's layers are split over the trainer's pipeline stages."""
+
+from __future__ import annotations
+
+from megatron_stream.errors import UserError
+from megatron_stream.model.hf import ModelSpec
+
+
+def stage_layers(spec: ModelSpec, pipeline: int, stage: int) -> tuple[int, int]:
+    """(first layer, number of layers) of a pipeline stage: Megatron-core's even split.
+
+    Raises UserError when the layers do not divide.
+    """
+    if pipeline > spec.num_layers:
+        raise UserError(
+            f"trainer.pipeline_parallel={pipeline} is more stages than the model's {spec.num_layers} layers"
+        )
+    if spec.num_layers % pipeline:
+        raise UserError(
+            f"the model's {spec.num_layers} layers do not divide over trainer.pipeline_parallel={pipeline} "
+            f"stages; choose a divisor of {spec.num_layers}"
+        )
+    count = spec.num_layers // pipeline
+    return stage * count, count
