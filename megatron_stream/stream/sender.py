@@ -95,6 +95,7 @@ class EngineLink:
         self._pending: dict[str, tuple[int, int]] = {}
         self._dropped: dict[str, int] = {}
         self._passed: list[Passed] = []
+        self._validated = 0  # the newest version that may be committed
         self._control = ControlClient(address, self._on_event)
         welcome = self._greet({}, start_deadline_s)
         self._packings, self._peers = self._prepare(welcome, spec, sources, units, parameters)
@@ -150,12 +151,16 @@ class EngineLink:
         self._jobs.put(lambda: self._publish(unit))
 
     def validated(self, unit: str, version: int, attempt: int) -> None:
+        self._validated = version
         self._jobs.put(lambda: self._control.send(Validated(unit=unit, version=version, attempt=attempt)))
 
     def close(self) -> None:
-        """Send what is waiting, then leave. Waits at most the deadline."""
+        """Send what is waiting, let the last validated version be committed, leave.
+
+        Waits at most the deadline; what went wrong is in `error`.
+        """
         self._jobs.put(None)
-        self._thread.join(timeout=self._deadline_s)
+        self._thread.join(timeout=2 * self._deadline_s)
 
     # --- the link's own thread ---
 
@@ -170,12 +175,24 @@ class EngineLink:
                 if job is None:
                     break
                 job()
+            self._wait_for_last_commit()
             self._control.send(Leave())
         except LaneError as error:
             self.error = error
         finally:
             self._lane.close()
             self._control.close()
+
+    def _wait_for_last_commit(self) -> None:
+        deadline = time.monotonic() + self._deadline_s
+        while self.committed < self._validated:
+            if time.monotonic() > deadline:
+                raise LaneError(
+                    f"the engine at {self.address} did not commit version {self._validated} within "
+                    f"{self._deadline_s:g} s; it runs version {self.committed}"
+                )
+            self._control.poll()
+            time.sleep(_IDLE_POLL_S)
 
     def _publish(self, unit: str) -> None:
         """Ask for the staging memory, pack, write. Leaves out what became old meanwhile."""

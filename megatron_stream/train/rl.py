@@ -231,4 +231,5 @@ def train_rl(config: RunConfig, model_path: Path, engines: list[str]) -> None:
         trainer.run()
     finally:
         trainer.close()
+    trainer.sender.check()
     finalize()

@@ -20,13 +20,13 @@ class LossSettings:
     clip_high: float
 
 
-def token_logprobs(logits_sbv: Tensor, targets_bs: Tensor, temperature: float, tp_group: Any) -> Tensor:
-    """Log-probability of each target, [b, s] fp32, of logits [s, b, v / tp] sampled at `temperature`."""
+def token_logprobs(logits_bsv: Tensor, targets_bs: Tensor, temperature: float) -> Tensor:
+    """Log-probability of each target, [b, s] fp32, of logits [b, s, v / tp] sampled at `temperature`."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    scaled = logits_sbv.float() / temperature
-    loss_sb = vocab_parallel_cross_entropy(scaled, targets_bs.transpose(0, 1).contiguous(), tp_group=tp_group)
-    return -loss_sb.transpose(0, 1)
+    scaled = (logits_bsv.float() / temperature).contiguous()  # the function views it, and writes into it
+    loss_bs: Tensor = vocab_parallel_cross_entropy(scaled, targets_bs)
+    return -loss_bs
 
 
 def run_schedule(model: Any, batch: Batch, loss: LossSettings, groups: Any) -> dict[str, float]:
@@ -46,9 +46,7 @@ def run_schedule(model: Any, batch: Batch, loss: LossSettings, groups: Any) -> d
         logits_bsv = chunk(micro.tokens, micro.position_ids, None)
 
         def loss_func(output_bsv: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs = token_logprobs(
-                output_bsv.transpose(0, 1), micro.targets, loss.temperature, groups.tp
-            )
+            logprobs = token_logprobs(output_bsv, micro.targets, loss.temperature)
             value, metrics = policy_loss(
                 logprobs,
                 micro.old_logprobs,

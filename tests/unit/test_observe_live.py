@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_stream.config import RunConfig
 from megatron_stream.observe import live
-from megatron_stream.observe.live import LiveView, Tail, sparkline
+from megatron_stream.observe.live import LiveView, Tail, last_line, sparkline
 from megatron_stream.observe.live_state import RunState
 from tests.unit.fake_run import EXPOSED_S, STALL_S, TOKEN_S, event, run
 
@@ -97,12 +97,25 @@ def test_the_panel_has_every_number(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "Console", lambda: Console(file=screen, force_terminal=True, width=100, height=40))
     write(tmp_path / "events" / "all.jsonl", run(steps=2))
     write(tmp_path / "metrics.jsonl", [metrics_line(1), metrics_line(2), {"memory_gib": 7.5, "time": 0.0}])
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine.log").write_text("loading\n[INFO] weights are [b]here[/b]\n\n")
     view = LiveView(tmp_path / "", config())
     with view:
         view.parts = lambda: {"engine": "running", "trainer": "ended (1)"}
         view.refresh()
     shown = screen.getvalue()
-    for text in ("2/3", "0.250", "committed 2, trained 2", "mean 0.8, max 2", "120 ms", "7.5 GiB", "ended (1)", "66"):
+    for text in (
+        "2/3",
+        "0.250",
+        "committed 2, trained 2",
+        "mean 0.8, max 2",
+        "120 ms",
+        "7.5 GiB",
+        "ended (1)",
+        "66",
+        "engine log",
+        "[INFO] weights are [b]here[/b]",
+    ):
         assert text in shown, text
     gap, usual = 1000 * (2 * TOKEN_S + STALL_S), 1000 * 2 * TOKEN_S
     assert f"{gap:.0f} ms around the last update, usually {usual:.0f} ms" in shown
@@ -137,6 +150,14 @@ def test_the_state_stays_small_however_long_the_run():
             if "version" in e["args"] and e["track"] != "engine":
                 state.add_event({**e, "args": {**e["args"], "version": version}})
     assert len(state._ready) <= 16 and len(state._backward_end) <= 17
+
+
+def test_last_line_of_a_long_log_reads_its_end_only(tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("")
+    assert last_line(log) == ""
+    log.write_text("x\n" * 100_000 + "the end\n \n")
+    assert last_line(log) == "the end"
 
 
 def test_sparkline():
