@@ -130,9 +130,7 @@ class Coordinator:
         self._trainers[sender] = hello
         for unit, workers in hello.units.items():
             self._ledger.register(unit, frozenset(workers))
-        welcome = Welcome(
-            request=hello.request, workers=self._workers, committed=self._ledger.committed
-        )
+        welcome = Welcome(request=hello.request, workers=self._workers, committed=self._ledger.committed)
         await self._send(sender, welcome)
 
     async def _grant_waiting(self) -> None:

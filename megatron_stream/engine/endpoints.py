@@ -20,15 +20,7 @@ class StreamEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         router = APIRouter()
-
-        @router.get("/stream/status")
-        async def status(request: Request) -> dict[str, Any]:
-            coordinator: Coordinator = request.app.state.megatron_stream
-            task: asyncio.Task[None] = request.app.state.megatron_stream_task
-            if task.done():
-                raise HTTPException(500, f"the commit coordinator ended: {task.exception()!r}")
-            return coordinator.status()
-
+        router.add_api_route("/stream/status", _status, methods=["GET"])
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -38,3 +30,11 @@ class StreamEndpoints:
             await engine_client.collective_rpc("execute_dummy_batch")
         state.megatron_stream = Coordinator(engine_client, settings_of(engine_client.vllm_config))
         state.megatron_stream_task = asyncio.create_task(state.megatron_stream.run())
+
+
+async def _status(request: Request) -> dict[str, Any]:
+    coordinator: Coordinator = request.app.state.megatron_stream
+    task: asyncio.Task[None] = request.app.state.megatron_stream_task
+    if task.done():
+        raise HTTPException(500, f"the commit coordinator ended: {task.exception()!r}")
+    return coordinator.status()

@@ -25,9 +25,7 @@ def register() -> None:
             f"megatron-stream supports vLLM {SUPPORTED_VLLM}x, found {vllm.__version__}; install that version"
         )
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "megatron_stream.engine.receiver", "StreamTransferEngine"
-        )
+        WeightTransferEngineFactory.register_engine(BACKEND, "megatron_stream.engine.receiver", "StreamTransferEngine")
     _add_commit()
     if current_platform.is_cpu():
         _keep_plain_weights()

@@ -111,7 +111,7 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
 
     def _receive(self) -> None:
         """Forward each unit's arrival to the coordinator until the engine shuts down."""
-        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 1000)
         socket.connect(self.settings.control_address)
         socket.send(encode(Attach(worker=self.rank)))
@@ -131,9 +131,7 @@ class StreamTransferEngine(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo
                         attempt=wrote.attempt,
                         bytes=wrote.nbytes,
                     )
-                    staged = Staged(
-                        worker=self.rank, unit=wrote.unit, version=wrote.version, attempt=wrote.attempt
-                    )
+                    staged = Staged(worker=self.rank, unit=wrote.unit, version=wrote.version, attempt=wrote.attempt)
                     socket.send(encode(staged))
                 if not notices:
                     self._stop.wait(_IDLE_POLL_S)

@@ -53,10 +53,7 @@ class StreamScheduler(Scheduler):
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         requests = [
-            output.request_id
-            for client in outputs.values()
-            for output in client.outputs
-            for _ in output.new_token_ids
+            output.request_id for client in outputs.values() for output in client.outputs for _ in output.new_token_ids
         ]
         if requests:
             self._events.instant("engine", "tokens", requests=requests, version=self.label_version)

@@ -53,6 +53,4 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def shift(box: Box, origin: Box, target: Box) -> Box:
     """`box`, a part of `origin`, moved to where `origin` lies in `target`."""
-    return tuple(
-        (t + s - o, t + e - o) for (s, e), (o, _), (t, _) in zip(box, origin, target, strict=True)
-    )
+    return tuple((t + s - o, t + e - o) for (s, e), (o, _), (t, _) in zip(box, origin, target, strict=True))

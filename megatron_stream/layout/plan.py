@@ -25,9 +25,7 @@ class PlanError(ValueError):
     """The trainer does not hold what an engine worker needs."""
 
 
-def make_plan(
-    sources: Mapping[int, Sequence[Block]], destinations: Mapping[int, Sequence[Block]]
-) -> list[Copy]:
+def make_plan(sources: Mapping[int, Sequence[Block]], destinations: Mapping[int, Sequence[Block]]) -> list[Copy]:
     """Intersect what the trainer ranks hold with what the engine workers need.
 
     Every destination element is written exactly once per version. Where several ranks hold an element
@@ -61,9 +59,7 @@ def make_plan(
     return plan
 
 
-def _copies_into(
-    block: Block, worker: int, held: Sequence[tuple[int, Block]], preference: Counter[int]
-) -> list[Copy]:
+def _copies_into(block: Block, worker: int, held: Sequence[tuple[int, Block]], preference: Counter[int]) -> list[Copy]:
     """Copies that fill `block`: from the preferred rank what it has, the rest from the others."""
     copies: list[Copy] = []
     done: list[Box] = []

@@ -131,9 +131,7 @@ class Actor:
         name = _name(reservation)
         seed = request_seed(self._config.seed, reservation, sample)
         start = time.time()
-        completion = await client.generate(
-            prompt_ids, self._config.actor.sampling, seed, request_id=f"{name}-{sample}"
-        )
+        completion = await client.generate(prompt_ids, self._config.actor.sampling, seed, request_id=f"{name}-{sample}")
         self._events.add(
             "actor",
             "request",

@@ -76,9 +76,7 @@ def _rows(groups: list[Group], normalize_std: bool) -> list[_Row]:
     rows = []
     for group in groups:
         advantages = group_advantages([s.reward for s in group.samples], normalize_std)
-        rows += [
-            _Row(group.prompt_ids, s.completion, a) for s, a in zip(group.samples, advantages, strict=True)
-        ]
+        rows += [_Row(group.prompt_ids, s.completion, a) for s, a in zip(group.samples, advantages, strict=True)]
     return rows
 
 

@@ -45,9 +45,7 @@ class GenerateClient:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(
-        self, prompt_ids: list[int], sampling: SamplingConfig, seed: int, request_id: str
-    ) -> Completion:
+    async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, seed: int, request_id: str) -> Completion:
         """One completion of one prompt. Raises EngineError, at the latest after the client's deadline."""
         body = request_body(prompt_ids, sampling, seed, request_id)
         try:
@@ -71,9 +69,7 @@ class GenerateClient:
             return answer
 
 
-def request_body(
-    prompt_ids: list[int], sampling: SamplingConfig, seed: int, request_id: str
-) -> dict[str, Any]:
+def request_body(prompt_ids: list[int], sampling: SamplingConfig, seed: int, request_id: str) -> dict[str, Any]:
     """vLLM's GenerateRequest as JSON; `logprobs` 0 asks for the sampled token's alone."""
     return {
         "request_id": request_id,

@@ -87,9 +87,7 @@ class Task:
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         if not tokenizer.chat_template:
-            raise UserError(
-                "the model's tokenizer has no chat template; add chat_template.jinja to its folder"
-            )
+            raise UserError("the model's tokenizer has no chat template; add chat_template.jinja to its folder")
         self._config = config
         self._tokenizer = tokenizer
         self._dataset = make_dataset(config)
@@ -105,9 +103,7 @@ class Task:
         if self._config.system_prompt:
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
         return list(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         )
 
     def prompt(self, index: int) -> list[int]:

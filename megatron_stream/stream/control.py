@@ -21,7 +21,7 @@ class ControlClient:
         self.address = address
         self._on_event = on_event
         self._requests = itertools.count(1)
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.connect(address)
 
@@ -45,9 +45,7 @@ class ControlClient:
             if answer.request == number:
                 return answer
             self._on_event(answer)
-        raise LaneError(
-            f"the engine at {self.address} did not answer {type(message).__name__} within {deadline_s:g} s"
-        )
+        raise LaneError(f"the engine at {self.address} did not answer {type(message).__name__} within {deadline_s:g} s")
 
     def poll(self) -> None:
         """Handle what has arrived. Raises LaneError when the engine reports a failure."""

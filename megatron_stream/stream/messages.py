@@ -126,9 +126,7 @@ class Failed(Message, tag="failed", frozen=True):
     error: str = ""
 
 
-AnyMessage = (
-    Hello | Welcome | Attach | Begin | Grant | Wrote | Staged | Validated | Passed | Committed | Leave | Failed
-)
+AnyMessage = Hello | Welcome | Attach | Begin | Grant | Wrote | Staged | Validated | Passed | Committed | Leave | Failed
 
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _encoder = msgspec.msgpack.Encoder()
@@ -141,6 +139,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes) -> AnyMessage:
     """Raises msgspec.ValidationError for anything that is not one of our messages."""
     return _decoder.decode(data)
+
 
 _worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
 

@@ -92,7 +92,7 @@ class NixlSender:
     def write(self, peer: str, buffer: torch.Tensor, ranges: list[Range], notice: bytes, deadline_s: float) -> None:
         remote = self._peers[peer]
         for item in ranges:
-            assert 0 <= item.target and item.target + item.nbytes <= remote.nbytes, f"{item} is outside {peer}"
+            assert item.target >= 0 and item.target + item.nbytes <= remote.nbytes, f"{item} is outside {peer}"
         memory, device = _memory(buffer)
         local = [(buffer.data_ptr() + r.source, r.nbytes, device) for r in ranges]
         target = [(remote.base + r.target, r.nbytes, remote.device) for r in ranges]

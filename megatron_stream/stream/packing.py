@@ -49,9 +49,7 @@ def byte_range(info: ParameterInfo, box: Box, itemsize: int) -> tuple[int, int]:
     return info.offset + box[0][0] * row, shape[0] * row
 
 
-def make_packing(
-    copies: Sequence[Copy], parameters: Mapping[str, torch.Tensor], worker: WorkerInfo
-) -> Packing:
+def make_packing(copies: Sequence[Copy], parameters: Mapping[str, torch.Tensor], worker: WorkerInfo) -> Packing:
     """Lay out the send buffer in the order of the worker's staging memory, in as few ranges as possible."""
     infos = {info.name: info for info in worker.parameters}
     placed = []

@@ -227,9 +227,7 @@ class EngineLink:
                 bytes=packing.nbytes,
                 worker=worker,
             ):
-                self._lane.write(
-                    self._peers[worker], packing.buffer, packing.ranges, encode(notice), self._deadline_s
-                )
+                self._lane.write(self._peers[worker], packing.buffer, packing.ranges, encode(notice), self._deadline_s)
 
     def _send_passed(self) -> None:
         """Before anything newer is asked for: the engine must not wait for what never comes."""

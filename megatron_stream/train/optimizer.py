@@ -36,9 +36,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dty
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(
-        megatron_config, chunks, use_gloo_process_groups=False, pg_collection=groups
-    )
+    return get_megatron_optimizer(megatron_config, chunks, use_gloo_process_groups=False, pg_collection=groups)
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

@@ -29,9 +29,7 @@ def initialize(pipeline: int, tensor: int = 1, device: torch.device | None = Non
         dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
     if dist.get_world_size() % (pipeline * tensor):
         raise ValueError(f"pipeline {pipeline} x tensor {tensor} does not divide {dist.get_world_size()} ranks")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
-    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
     model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
 

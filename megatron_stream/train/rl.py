@@ -154,9 +154,7 @@ class Trainer:
         self.timers.start_step(self.optimizer.version + 1)
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        settings = LossSettings(
-            self.config.actor.sampling.temperature, algorithm.clip_low, algorithm.clip_high
-        )
+        settings = LossSettings(self.config.actor.sampling.temperature, algorithm.clip_low, algorithm.clip_high)
         losses = run_schedule(self.ddp, batch, settings, self.groups)
         changed, norm, _ = self.optimizer.step()
         self.events.instant(self.track, "step ready", version=self.timers.version)

@@ -219,9 +219,7 @@ class StageOptimizer:
     def _exchange_tied_gradient(self) -> None:
         from megatron.core.distributed.finalize_model_grads import _allreduce_word_embedding_grads
 
-        _allreduce_word_embedding_grads(
-            [self._chunk], self._chunk.config, self._groups.embd, self._groups.pp
-        )
+        _allreduce_word_embedding_grads([self._chunk], self._chunk.config, self._groups.embd, self._groups.pp)
         self._inner._copy_model_grads_to_main_grads()
 
     def _wait_for_verdict(self) -> Verdict:
@@ -290,9 +288,7 @@ class StageOptimizer:
 
     def _roll_back(self) -> None:
         self.rollbacks += 1
-        with self._events.span(
-            f"trainer stage {self._stage}", "rollback", version=self.version + 1, unit=self.unit
-        ):
+        with self._events.span(f"trainer stage {self._stage}", "rollback", version=self.version + 1, unit=self.unit):
             self._before_change(self.unit)
             if len(self._saved) == len(self._early):
                 self._inner.optimizer.state.clear()  # it was the first step: there was no state before it

@@ -45,6 +45,4 @@ class EventTimers:
     def record(self, name: str, start: float) -> None:
         microbatch = self._microbatch.get(name, 0)
         self._microbatch[name] = microbatch + 1
-        self._events.add(
-            self._track, name, start, time.time(), microbatch=microbatch, version=self.version
-        )
+        self._events.add(self._track, name, start, time.time(), microbatch=microbatch, version=self.version)

@@ -21,9 +21,7 @@ def make_group(index, prompt_length, lengths, version=0):
     samples = []
     for i, length in enumerate(lengths):
         ids = [next(tokens) for _ in range(length)]
-        samples.append(
-            Sample(Completion(ids, [-t / 1e6 for t in ids], [version] * length, "stop"), float(i % 2))
-        )
+        samples.append(Sample(Completion(ids, [-t / 1e6 for t in ids], [version] * length, "stop"), float(i % 2)))
     return Group(index, 0, prompt, samples)
 
 
@@ -65,9 +63,7 @@ def test_rows_of_similar_length_share_a_microbatch():
 
 @settings(deadline=None, max_examples=60)
 @given(
-    shape=st.lists(
-        st.tuples(st.integers(1, 5), st.lists(st.integers(0, 12), min_size=1, max_size=5)), max_size=4
-    ),
+    shape=st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(0, 12), min_size=1, max_size=5)), max_size=4),
     micro_batch_size=st.integers(1, 4),
     dp_size=st.integers(1, 3),
     seq_multiple=st.sampled_from([1, 4, 8]),

@@ -70,9 +70,7 @@ def test_vllm_reads_our_request_and_we_read_its_response():
         logprobs=protocol.GenerateLogProbs(content=content),
         weight_versions=[outputs.WeightVersionSpan("4", 0, 1), outputs.WeightVersionSpan("5", 1, 2)],
     )
-    assert parse_response({"choices": [choice.model_dump()]}) == Completion(
-        [8, 9], [-0.5, -0.5], [4, 5], "stop"
-    )
+    assert parse_response({"choices": [choice.model_dump()]}) == Completion([8, 9], [-0.5, -0.5], [4, 5], "stop")
 
 
 async def _generate(handler, deadline_s=20.0):

@@ -18,9 +18,7 @@ def test_each_side_of_the_clip_and_its_gradient():
     advantages = [2.0, 2.0, -2.0, 2.0, -2.0]
     old = torch.full((1, 5), -1.0)
     logprobs = (old + torch.tensor([ratios]).log()).requires_grad_()
-    loss, metrics = policy_loss(
-        logprobs, old, torch.tensor([advantages]), torch.ones(1, 5), num_tokens=5, **CLIP
-    )
+    loss, metrics = policy_loss(logprobs, old, torch.tensor([advantages]), torch.ones(1, 5), num_tokens=5, **CLIP)
     expected = [-2.0 * 1.1, -2.0 * 1.3, 2.0 * 1.5, -2.0 * 0.5, 2.0 * 0.8]
     assert loss.item() == pytest.approx(sum(expected) / 5, rel=1e-6)
     loss.backward()
@@ -39,12 +37,9 @@ def test_the_sum_over_microbatches_does_not_depend_on_the_cut():
     tokens = int(mask.sum())
 
     def total(rows):
-        parts = [
-            policy_loss(logprobs[r], old[r], advantages[r], mask[r], num_tokens=tokens, **CLIP) for r in rows
-        ]
+        parts = [policy_loss(logprobs[r], old[r], advantages[r], mask[r], num_tokens=tokens, **CLIP) for r in rows]
         return [
-            sum(x.item() for x in values)
-            for values in zip(*[(p[0], p[1]["approx_kl"]) for p in parts], strict=True)
+            sum(x.item() for x in values) for values in zip(*[(p[0], p[1]["approx_kl"]) for p in parts], strict=True)
         ]
 
     assert total([slice(0, 1), slice(1, 4)]) == pytest.approx(total([slice(0, 4)]), rel=1e-5)

@@ -82,9 +82,7 @@ def test_the_oldest_token_decides(stream):
 def test_the_deadline_error_names_what_it_waits_for(stream):
     fill(stream, 1)
     stream.reserve(2, MANY)
-    with pytest.raises(
-        TimeoutError, match=r"step 3 waited 0\.1 s for 4 groups.*version 0: 1 are ready, 2 being"
-    ):
+    with pytest.raises(TimeoutError, match=r"step 3 waited 0\.1 s for 4 groups.*version 0: 1 are ready, 2 being"):
         claim(stream, 4, step=3, deadline_s=0.1)
 
 
