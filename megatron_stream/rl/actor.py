@@ -8,7 +8,6 @@ none until the trainer has consumed some.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Coroutine
@@ -35,12 +34,6 @@ from megatron_stream.rl.tasks import Entry, Task, Tokenizer, make_verifier
 from megatron_stream.rl.types import Completion, Group, Sample
 
 T = TypeVar("T")
-
-
-def request_seed(run_seed: int, reservation: Reservation, sample: int) -> int:
-    """The seed of one request (63 bits): the same for the same prompt, attempt and sample of a run."""
-    name = f"{run_seed}/{reservation.prompt_index}/{reservation.attempt}/{sample}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -129,9 +122,8 @@ class Actor:
         self, client: GenerateClient, reservation: Reservation, prompt_ids: list[int], sample: int
     ) -> Completion:
         name = _name(reservation)
-        seed = request_seed(self._config.seed, reservation, sample)
         start = time.time()
-        completion = await client.generate(prompt_ids, self._config.actor.sampling, seed, request_id=f"{name}-{sample}")
+        completion = await client.generate(prompt_ids, self._config.actor.sampling, request_id=f"{name}-{sample}")
         self._events.add(
             "actor",
             "request",

@@ -45,9 +45,9 @@ class GenerateClient:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, seed: int, request_id: str) -> Completion:
+    async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
         """One completion of one prompt. Raises EngineError, at the latest after the client's deadline."""
-        body = request_body(prompt_ids, sampling, seed, request_id)
+        body = request_body(prompt_ids, sampling, request_id)
         try:
             return parse_response(await self._post(body))
         except TimeoutError as error:
@@ -69,8 +69,12 @@ class GenerateClient:
             return answer
 
 
-def request_body(prompt_ids: list[int], sampling: SamplingConfig, seed: int, request_id: str) -> dict[str, Any]:
-    """vLLM's GenerateRequest as JSON; `logprobs` 0 asks for the sampled token's alone."""
+def request_body(prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> dict[str, Any]:
+    """vLLM's GenerateRequest as JSON; `logprobs` 0 asks for the sampled token's alone.
+
+    No `seed`: on vLLM 0.32's CPU engine a seeded request whose prompt is prefilled in chunks ends the engine
+    ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py, _bookkeeping_sync).
+    """
     return {
         "request_id": request_id,
         "token_ids": prompt_ids,

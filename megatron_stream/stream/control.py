@@ -37,7 +37,7 @@ class ControlClient:
         self.send(msgspec.structs.replace(message, request=number))
         deadline = time.monotonic() + deadline_s
         while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(left * 1000):
+            if not self._socket.poll(int(left * 1000) + 1):
                 break
             answer = decode(self._socket.recv())
             if isinstance(answer, Failed):

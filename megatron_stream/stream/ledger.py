@@ -28,7 +28,8 @@ class Ledger:
     committing: int | None = None
     open: int | None = None
     units: dict[str, frozenset[int]] = field(default_factory=dict)
-    _validated: dict[str, Attempt] = field(default_factory=dict)
+    # (unit, version) -> attempt: the next version may be validated before this one is staged everywhere
+    _validated: dict[tuple[str, int], int] = field(default_factory=dict)
     _staged: dict[tuple[str, int], Attempt] = field(default_factory=dict)
     _dead: set[int] = field(default_factory=set)
 
@@ -45,6 +46,7 @@ class Ledger:
         if self.open is None:
             self.open = version
         if version < self.open:
+            self._dead.add(version)  # this unit leaves it out, so it can never be whole
             return Decision.SKIP
         if version > self.open:
             return Decision.WAIT
@@ -64,17 +66,16 @@ class Ledger:
         self._staged[unit, worker] = (version, attempt)
 
     def validated(self, unit: str, version: int, attempt: int) -> None:
-        self._validated[unit] = (version, attempt)
+        if version > self.committed:
+            self._validated[unit, version] = attempt
 
     def ready(self) -> int | None:
         """The open version, when every unit is validated and staged everywhere in the same attempt."""
         if self.open is None or self.committing is not None or not self.units:
             return None
         for unit, workers in self.units.items():
-            accepted = self._validated.get(unit)
-            if accepted is None or accepted[0] != self.open:
-                return None
-            if any(self._staged.get((unit, worker)) != accepted for worker in workers):
+            attempt = self._validated.get((unit, self.open))
+            if attempt is None or any(self._staged.get((unit, w)) != (self.open, attempt) for w in workers):
                 return None
         return self.open
 
@@ -86,3 +87,4 @@ class Ledger:
         assert self.committing == version > self.committed
         self.committed, self.committing, self.open = version, None, None
         self._dead = {dead for dead in self._dead if dead > version}
+        self._validated = {key: a for key, a in self._validated.items() if key[1] > version}

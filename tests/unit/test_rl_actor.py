@@ -11,7 +11,7 @@ from aiohttp import web
 from megatron_stream.config import ActorConfig, AlgorithmConfig, RunConfig, SamplingConfig, TaskConfig
 from megatron_stream.errors import UserError
 from megatron_stream.observe.events import EventLog, read_events
-from megatron_stream.rl.actor import Actor, request_seed, run_actor
+from megatron_stream.rl.actor import Actor, run_actor
 from megatron_stream.rl.client import EngineError, GenerateClient
 from megatron_stream.rl.rewards import Scorer
 from megatron_stream.rl.samples import Reservation, SqliteSampleStream, stream_path
@@ -147,7 +147,7 @@ def test_groups_arrive_scored_and_labelled_and_the_bound_holds_the_actor(tmp_pat
         assert len(group.samples) == GROUP and tuple(group.prompt_ids) in prompts
         assert group.samples[0].completion.versions == [0, 0, 1]
         assert group.samples[0].reward == 0.0 and group.info == {"timed_out": [], "reward_errors": {}}
-    assert len({body["sampling_params"]["seed"] for body in requests}) == len(requests)
+    assert len({body["request_id"] for body in requests}) == len(requests)
     events = read_events(tmp_path / "events")
     first = next(e for e in events if e["name"] == "request" and e["args"]["id"] == "0-0-1")
     assert first["track"] == "actor" and first["end"] >= first["start"]
@@ -171,7 +171,7 @@ def test_it_keeps_the_engine_full_while_no_trainer_is_there(tmp_path):
     asyncio.run(scenario())
 
 
-def test_stale_groups_are_generated_again_with_another_seed(tmp_path):
+def test_stale_groups_are_generated_again(tmp_path):
     async def scenario():
         async with serving() as (server,), acting(make_config(), [server], tmp_path) as (actor, stream):
             await until(lambda: stream.counts().ready == 4, actor, "old groups")
@@ -180,8 +180,7 @@ def test_stale_groups_are_generated_again_with_another_seed(tmp_path):
 
     groups, requests = asyncio.run(scenario())
     assert {g.attempt for g in groups} == {1} and {g.oldest_version for g in groups} == {5}
-    seeds = [b["sampling_params"]["seed"] for b in requests if b["request_id"].startswith("0-")]
-    assert len(set(seeds)) == 2 * GROUP
+    assert len({b["request_id"] for b in requests if b["request_id"].startswith("0-")}) == 2 * GROUP
 
 
 def test_groups_go_to_the_least_loaded_engine(tmp_path):
@@ -257,12 +256,6 @@ def test_a_reward_that_times_out_is_recorded_in_the_group(tmp_path):
     assert group.info["timed_out"] == [0, 1]
     assert group.info["reward_errors"]["1"] == "no reward within 0.2 s"
     assert [s.reward for s in group.samples] == [0.0, 0.0]
-
-
-def test_seeds_depend_on_every_part_of_the_request():
-    names = [(s, Reservation(p, a), i) for s in (1, 2) for p in (0, 1) for a in (0, 1) for i in (0, 1)]
-    assert len({request_seed(*name) for name in names}) == len(names)
-    assert all(0 <= request_seed(*name) < 2**63 for name in names)
 
 
 def test_no_engine_is_a_user_error(tmp_path):

@@ -57,11 +57,11 @@ def test_vllm_reads_our_request_and_we_read_its_response():
     protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
     outputs = pytest.importorskip("vllm.outputs")
     sampling = SamplingConfig(max_tokens=7, temperature=0.6, top_p=0.9, top_k=5)
-    request = protocol.GenerateRequest.model_validate(request_body([1, 2], sampling, 2**62, "3-0-1"))
+    request = protocol.GenerateRequest.model_validate(request_body([1, 2], sampling, "3-0-1"))
     params = request.sampling_params
     assert (request.request_id, request.token_ids) == ("3-0-1", [1, 2])
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.6, 0.9, 5)
-    assert (params.n, params.seed, params.logprobs, params.detokenize) == (1, 2**62, 0, False)
+    assert (params.n, params.seed, params.logprobs, params.detokenize) == (1, None, 0, False)
     content = [protocol.GenerateLogProbsContent(token_id=t, logprob=-0.5) for t in (8, 9)]
     choice = protocol.GenerateTokensChoice(
         index=0,
@@ -83,7 +83,7 @@ async def _generate(handler, deadline_s=20.0):
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         async with GenerateClient(url, deadline_s) as client:
-            return await client.generate([1], SamplingConfig(), 0, "7-0-0")
+            return await client.generate([1], SamplingConfig(), "7-0-0")
     finally:
         await runner.cleanup()
 
