@@ -200,6 +200,11 @@ def validate(config: RunConfig) -> None:
     _one_of("engine.dtype", config.engine.dtype, ("float32", "bfloat16"))
     _one_of("stream.lane", config.stream.lane, ("nixl",))
     _one_of("observe.wandb_mode", config.observe.wandb_mode, ("offline", "online", "disabled"))
+    _require(
+        actor.sampling.max_tokens < config.engine.max_model_len,
+        f"engine.max_model_len={config.engine.max_model_len} leaves no room for a prompt beside "
+        f"actor.sampling.max_tokens={actor.sampling.max_tokens}",
+    )
     samples = algorithm.groups_per_step * actor.group_size
     _require(
         samples % trainer.micro_batch_size == 0,

@@ -67,12 +67,12 @@ class Supervisor:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.run_dir = prepare_run_dir(config)
         self.parts: dict[str, Part] = {}
         engine = config.engine
         engine.port = choose_port(engine.host, engine.port, "engine.port")
         self._control_port = free_port(engine.host)
         self._master_port = choose_port("127.0.0.1", config.trainer.master_port, "trainer.master_port")
+        self.run_dir = prepare_run_dir(config)  # last of what a user's mistake can stop
         self.config_file = self.run_dir / "config.yaml"
         self.config_file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
         self._last_memory = 0.0

@@ -13,6 +13,8 @@ import zmq
 from megatron_stream.stream.lane import LaneError
 from megatron_stream.stream.messages import Failed, Message, decode, encode
 
+_POLL_MS = 5
+
 
 class ControlClient:
     """Sends messages to the coordinator at `address`; `on_event` gets what it says unasked."""
@@ -28,17 +30,18 @@ class ControlClient:
     def send(self, message: Message) -> None:
         self._socket.send(encode(message))
 
-    def ask(self, message: Message, deadline_s: float) -> Any:
-        """Send and wait for the answer.
+    def ask(self, message: Message, deadline_s: float, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Send and wait for the answer, calling `meanwhile` every few milliseconds.
 
         Raises LaneError when the engine reports a failure, or does not answer within `deadline_s` seconds.
         """
         number = next(self._requests)
         self.send(msgspec.structs.replace(message, request=number))
         deadline = time.monotonic() + deadline_s
-        while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(int(left * 1000) + 1):
-                break
+        while time.monotonic() < deadline:
+            meanwhile()
+            if not self._socket.poll(_POLL_MS):
+                continue
             answer = decode(self._socket.recv())
             if isinstance(answer, Failed):
                 raise LaneError(f"{answer.who} reports: {answer.error}")

@@ -7,10 +7,9 @@ over (newest wins).
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,11 +89,12 @@ class EngineLink:
         self._rank, self._world_size, self._stage = rank, world_size, stage
         self._deadline_s = deadline_s
         self._events = events
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._closing = False
         self._lock = threading.Lock()  # held while packing; guards the three below
-        self._pending: dict[str, tuple[int, int]] = {}
+        self._pending: dict[str, tuple[int, int]] = {}  # unit -> (version, attempt) to send
         self._dropped: dict[str, int] = {}
-        self._passed: list[Passed] = []
+        self._outbox: list[Message] = []  # what needs no answer; goes out also while an answer is awaited
         self._validated = 0  # the newest version that may be committed
         self._control = ControlClient(address, self._on_event)
         welcome = self._greet({}, start_deadline_s)
@@ -146,20 +146,23 @@ class EngineLink:
         with self._lock:
             dropped = self._dropped.pop(unit, version)
             if dropped != version:  # not the same version redone
-                self._passed.append(Passed(unit=unit, version=dropped))
+                self._outbox.append(Passed(unit=unit, version=dropped))
             self._pending[unit] = (version, attempt)
-        self._jobs.put(lambda: self._publish(unit))
+        self._wake.set()
 
     def validated(self, unit: str, version: int, attempt: int) -> None:
-        self._validated = version
-        self._jobs.put(lambda: self._control.send(Validated(unit=unit, version=version, attempt=attempt)))
+        with self._lock:
+            self._validated = version
+            self._outbox.append(Validated(unit=unit, version=version, attempt=attempt))
+        self._wake.set()
 
     def close(self) -> None:
         """Send what is waiting, let the last validated version be committed, leave.
 
-        Waits at most the deadline; what went wrong is in `error`.
+        Waits at most twice the deadline; what went wrong is in `error`.
         """
-        self._jobs.put(None)
+        self._closing = True
+        self._wake.set()
         self._thread.join(timeout=2 * self._deadline_s)
 
     # --- the link's own thread ---
@@ -167,14 +170,15 @@ class EngineLink:
     def _run(self) -> None:
         try:
             while True:
-                try:
-                    job = self._jobs.get(timeout=_IDLE_POLL_S)
-                except queue.Empty:
-                    self._control.poll()
-                    continue
-                if job is None:
+                self._wake.wait(timeout=_IDLE_POLL_S)
+                self._wake.clear()
+                closing = self._closing
+                while self._publish_next():
+                    pass
+                self._flush()
+                self._control.poll()
+                if closing:
                     break
-                job()
             self._wait_for_last_commit()
             self._control.send(Leave())
         except LaneError as error:
@@ -182,6 +186,12 @@ class EngineLink:
         finally:
             self._lane.close()
             self._control.close()
+
+    def _flush(self) -> None:
+        with self._lock:
+            messages, self._outbox = self._outbox, []
+        for message in messages:
+            self._control.send(message)
 
     def _wait_for_last_commit(self) -> None:
         deadline = time.monotonic() + self._deadline_s
@@ -194,47 +204,35 @@ class EngineLink:
             self._control.poll()
             time.sleep(_IDLE_POLL_S)
 
-    def _publish(self, unit: str) -> None:
-        """Ask for the staging memory, pack, write. Leaves out what became old meanwhile."""
+    def _publish_next(self) -> bool:
+        """Ask for the staging memory, pack, write: one unit, the oldest version first, so that a version that
+        others have begun gets whole. False when nothing waits."""
         with self._lock:
-            wanted = self._pending.get(unit)
-        self._send_passed()
-        if wanted is None:
-            return
-        version, attempt = wanted
-        grant = self._control.ask(Begin(unit=unit, version=version, attempt=attempt), self._deadline_s)
+            if not self._pending:
+                return False
+            unit = min(self._pending, key=lambda name: self._pending[name][0])
+            wanted = version, attempt = self._pending[unit]
+        self._flush()
+        begin = Begin(unit=unit, version=version, attempt=attempt)
+        grant = self._control.ask(begin, self._deadline_s, meanwhile=self._flush)
         track = f"send stage {self._stage}"
         with self._lock:
             if self._pending.get(unit) != wanted:
-                return  # stepped on while waiting: the newer job follows
+                return True  # stepped on while waiting
             del self._pending[unit]
             if not grant.write:
-                return
+                return True
             nbytes = sum(packing.nbytes for packing in self._packings[unit].values())
             with self._events.span(track, "pack", version=version, unit=unit, bytes=nbytes):
                 for packing in self._packings[unit].values():
                     packing.pack()
         for worker, packing in self._packings[unit].items():
-            notice: Message = Wrote(
-                unit=unit, version=version, attempt=attempt, nbytes=packing.nbytes, started=time.time()
-            )
+            notice = Wrote(unit=unit, version=version, attempt=attempt, nbytes=packing.nbytes, started=time.time())
             with self._events.span(
-                track,
-                "send",
-                version=version,
-                unit=unit,
-                attempt=attempt,
-                bytes=packing.nbytes,
-                worker=worker,
+                track, "send", version=version, unit=unit, attempt=attempt, bytes=packing.nbytes, worker=worker
             ):
                 self._lane.write(self._peers[worker], packing.buffer, packing.ranges, encode(notice), self._deadline_s)
-
-    def _send_passed(self) -> None:
-        """Before anything newer is asked for: the engine must not wait for what never comes."""
-        with self._lock:
-            passed, self._passed = self._passed, []
-        for message in passed:
-            self._control.send(message)
+        return True
 
 
 class Sender:

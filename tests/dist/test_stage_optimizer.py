@@ -8,37 +8,18 @@ import pytest
 import torch
 
 from megatron_stream.config import OptimizerConfig
-from megatron_stream.model.hf import ModelSpec
+from megatron_stream.model.tiny import tiny_spec
 from tests.harness import run_distributed
 
 pytestmark = pytest.mark.dist
 
 STEPS = 20
+CLIP = 5.0
 CLIPPED = {3, 4, 11, 19}  # steps whose loss is scaled up so that clipping triggers
 LENGTHS = (5, 9, 3, 7)  # one microbatch each
 
 
-def _spec(tied: bool) -> ModelSpec:
-    return ModelSpec(
-        family="llama",
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=96,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        vocab_size=1003,
-        norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        tied=tied,
-        qkv_bias=False,
-        qk_norm=False,
-        max_position_embeddings=64,
-    )
-
-
-def _train(tied: bool, streamed: bool, clip: float, break_: str = "") -> dict[str, Any]:
+def _train(tied: bool, streamed: bool, break_: str) -> dict[str, Any]:
     """Train STEPS steps; returns this rank's weights, optimizer state and norms."""
     from megatron_stream.platform.cpu import enable_cpu
 
@@ -51,7 +32,7 @@ def _train(tied: bool, streamed: bool, clip: float, break_: str = "") -> dict[st
     from megatron_stream.train.parallel import initialize
     from megatron_stream.train.stage_optimizer import StageOptimizer
 
-    spec, world = _spec(tied), torch.distributed.get_world_size()
+    spec, world = tiny_spec(tied), torch.distributed.get_world_size()
     groups: Any = initialize(pipeline=world)
     config = transformer_config(spec, world, torch.float32, torch.device("cpu"))
     model = build_stage(spec, config, groups, 64)
@@ -61,7 +42,7 @@ def _train(tied: bool, streamed: bool, clip: float, break_: str = "") -> dict[st
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + ("norm" in name))
     ddp = wrap_ddp(model, config, groups)
-    stock = build_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=clip), [ddp], torch.float32, groups)
+    stock = build_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=CLIP), [ddp], torch.float32, groups)
     optimizer: Any = stock
     config.finalize_model_grads_func = finalize_model_grads
     if streamed:
@@ -121,32 +102,57 @@ def _differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+Case = tuple[bool, bool, str]  # tied, streamed, planted fault
+
+
+def _train_all(cases: list[Case]) -> list[dict[str, Any]]:
+    """All cases in the same processes: starting them costs more than training."""
+    from megatron.core import parallel_state
+
+    results = []
+    for case in cases:
+        results.append(_train(*case))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+UNTIED, TIED = (False, False, ""), (True, False, "")
+CASES: list[Case] = [
+    UNTIED,
+    (False, True, ""),
+    (False, True, "rollback"),
+    TIED,
+    (True, True, ""),
+    (True, True, "late"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> dict[Case, list[dict[str, Any]]]:
+    """Case -> what each rank of pp=2 ended with."""
+    ranks = run_distributed(_train_all, 2, CASES)
+    return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_pp2_equals_stock_when_clipping_triggers_on_some_steps(tied: bool) -> None:
-    stock = run_distributed(_train, 2, tied, False, 5.0)
-    streamed = run_distributed(_train, 2, tied, True, 5.0)
+def test_pp2_equals_stock_when_clipping_triggers_on_some_steps(two_stages: Any, tied: bool) -> None:
+    stock, streamed = two_stages[tied, False, ""], two_stages[tied, True, ""]
     assert _differences(stock, streamed) == []
-    norms = stock[0]["norms"]
-    assert {step for step, norm in enumerate(norms) if norm > 5.0} == CLIPPED
+    assert {step for step, norm in enumerate(stock[0]["norms"]) if norm > CLIP} == CLIPPED
     assert streamed[1]["rollbacks"] == len(CLIPPED), "the last stage stepped before it knew"
     assert streamed[0]["rollbacks"] == 0, "the first stage knows before it steps"
 
 
-def test_the_comparison_sees_a_missing_rollback() -> None:
-    stock = run_distributed(_train, 2, False, False, 5.0)
-    broken = run_distributed(_train, 2, False, True, 5.0, "rollback")
-    assert _differences(stock, broken)
+def test_the_comparison_sees_a_missing_rollback(two_stages: Any) -> None:
+    assert _differences(two_stages[UNTIED], two_stages[False, True, "rollback"])
 
 
-def test_the_comparison_sees_a_late_unit_stepped_early() -> None:
-    stock = run_distributed(_train, 2, True, False, 5.0)
-    broken = run_distributed(_train, 2, True, True, 5.0, "late")
-    assert _differences(stock, broken)
+def test_the_comparison_sees_a_late_unit_stepped_early(two_stages: Any) -> None:
+    assert _differences(two_stages[TIED], two_stages[True, True, "late"])
 
 
-def test_pp2_equals_pp1_to_rounding() -> None:
+def test_pp2_equals_pp1_to_rounding(two_stages: Any) -> None:
     """Both sides of a bitwise comparison could share a wrong setting; one stage cannot."""
-    one = run_distributed(_train, 1, True, False, 5.0)
-    two = run_distributed(_train, 2, True, True, 5.0)
-    for a, b in zip(one[0]["norms"], two[0]["norms"], strict=True):
+    (one,) = run_distributed(_train_all, 1, [TIED])
+    for a, b in zip(one[0]["norms"], two_stages[True, True, ""][0]["norms"], strict=True):
         assert abs(a - b) < 1e-3 * a

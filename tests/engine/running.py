@@ -51,7 +51,7 @@ class RunningEngine:
         self.model, self.run_dir = model, run_dir
         self.spec: ModelSpec = read_spec(model)
         self.port, self.control = free_port("127.0.0.1"), free_port("127.0.0.1")
-        engine = {"port": self.port, "max_num_seqs": 16, "max_batched_tokens": 48, "kv_cache_mib": 64} | config
+        engine = {"port": self.port, "max_num_seqs": 16, "max_batched_tokens": 512, "kv_cache_mib": 64} | config
         arguments = {
             "settings": {"run_dir": str(run_dir), "control_port": self.control, "deadline_s": 60},
             "config": engine,
@@ -109,9 +109,7 @@ class RunningEngine:
         found = self.request("/weight_checker", {"action": "checksum"})["checksums"]
         return {f"{key.split(':')[1].removeprefix('pp')}/{key.split(':')[4]}": v for key, v in found.items()}
 
-    async def generate(
-        self, prompts: list[list[int]], sampling: SamplingConfig, name: str = "r"
-    ) -> list[Completion]:
+    async def generate(self, prompts: list[list[int]], sampling: SamplingConfig, name: str = "r") -> list[Completion]:
         async with GenerateClient(self.url) as client:
             requests = [client.generate(p, sampling, request_id=f"{name}{i}") for i, p in enumerate(prompts)]
             return list(await asyncio.gather(*requests))
@@ -137,9 +135,7 @@ def base_weights(model: Path) -> dict[str, torch.Tensor]:
 def perturbed(weights: HfWeights, version: int) -> dict[str, torch.Tensor]:
     """Other weights for each version, far enough apart that log-probabilities tell them from each other."""
     generator = torch.Generator().manual_seed(1000 + version)
-    return {
-        name: value * (1 + 0.5 * torch.randn(value.shape, generator=generator)) for name, value in weights.items()
-    }
+    return {name: value * (1 + 0.5 * torch.randn(value.shape, generator=generator)) for name, value in weights.items()}
 
 
 class Publisher:

@@ -14,7 +14,7 @@ from megatron_stream.observe.events import EventLog, read_events
 from megatron_stream.rl.actor import Actor, run_actor
 from megatron_stream.rl.client import EngineError, GenerateClient
 from megatron_stream.rl.rewards import Scorer
-from megatron_stream.rl.samples import Reservation, SqliteSampleStream, stream_path
+from megatron_stream.rl.samples import SqliteSampleStream, stream_path
 from megatron_stream.rl.tasks import Task
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,123 @@
+"""`megatron-stream rl` as a user runs it: the whole road on a tiny model, and what happens when a part dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+
+SETTINGS = [
+    "model.path=tiny",
+    "experiment=demo",
+    "actor.sampling.max_tokens=8",
+    "actor.group_size=4",
+    "algorithm.groups_per_step=2",
+    "trainer.micro_batch_size=4",
+    "engine.max_num_seqs=8",
+    "engine.kv_cache_mib=64",
+    "observe.wandb_mode=offline",
+]
+
+
+def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_stream.cli", "rl", *SETTINGS, f"dir={run_dir}", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], what: str, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, f"the run ended before {what}:\n{process.communicate()[0][-3000:]}"
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.2)
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"step"') if path.exists() else 0
+
+
+def children_of(process: subprocess.Popen[str], pattern: str) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in found if re.search(pattern, " ".join(child.cmdline()))]
+
+
+def test_a_run_trains_streams_and_reports(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer.steps=4")
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output[-4000:]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["versions_committed"] == 4
+    assert summary["mixed_tokens"] == 0 and summary["wrong_labels"] == 0
+    assert summary["lag_versions"]["max"] <= 2 + 1
+    assert summary["tokens_per_s"] > 0 and summary["peak_memory_gib"] > 0
+    assert (run_dir / "timeline.png").stat().st_size > 10_000
+    assert len(json.loads((run_dir / "trace.json").read_text())["traceEvents"]) > 100
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+    assert "step 4/4" in output
+
+    # and it goes on where it stopped, from its checkpoint; the fresh engine follows the trainer's version
+    process = start(run_dir, "trainer.steps=6", "resume=true")
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output[-4000:]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "step" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["version"] for line in steps if "step" in line] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((run_dir / "summary.json").read_text())["wrong_labels"] == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "pattern"), [("engine", r"cli serve"), ("trainer", r"cli train-rl .*--engine"), ("actor", r"cli act")]
+)
+def test_a_killed_part_ends_the_run_and_is_named(tmp_path: Path, part: str, pattern: str) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer.steps=1000", "observe.wandb_mode=disabled")
+    try:
+        wait_for(lambda: steps_done(run_dir) >= 1, process, "first step")
+        everyone = psutil.Process(process.pid).children(recursive=True)
+        victims = children_of(process, pattern)
+        assert victims
+        victims[-1].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - killed < 30
+        assert process.returncode == 1
+        assert f"the {part} ended" in output, output[-3000:]
+        _, alive = psutil.wait_procs(everyone, timeout=10)
+        assert not alive, f"left behind: {alive}"
+        assert (run_dir / "summary.json").exists()
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_ends_all_parts(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", "trainer.steps=1000", "observe.wandb_mode=disabled")
+    try:
+        wait_for(lambda: len(children_of(process, "cli serve")) > 0, process, "engine")
+        time.sleep(3)
+        everyone = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=40)
+        assert process.returncode == 130 and "interrupted" in output
+        _, alive = psutil.wait_procs(everyone, timeout=10)
+        assert not alive, f"left behind: {alive}"
+    finally:
+        process.kill()
