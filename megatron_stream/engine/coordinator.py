@@ -73,7 +73,7 @@ class Coordinator:
                 sender, payload = await self._socket.recv_multipart()
                 try:
                     message = decode(payload)
-                except msgspec.ValidationError as error:
+                except msgspec.DecodeError as error:
                     await self._send(sender, Failed(who=self._settings.name, error=f"not our protocol: {error}"))
                     continue
                 await self._handle(sender, message)

@@ -137,7 +137,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Raises msgspec.ValidationError for anything that is not one of our messages."""
+    """Raises msgspec.DecodeError for anything that is not one of our messages."""
     return _decoder.decode(data)
 
 
