@@ -92,7 +92,8 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = 1.0
-    # optimistic: step before the global norm is known, roll back if it says so (bitwise as stock).
+    # optimistic: step before the global norm is known, roll back if it says so (bitwise as stock); falls back to
+    # barrier while more than half of the last steps are rolled back.
     # barrier: wait for the norm, as stock Megatron does.
     stepping: str = "optimistic"
 

@@ -13,6 +13,7 @@ first stage finishes its backward last, has nothing to gain from optimism, and s
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_stream.observe.events import EventLog
+from megatron_stream.train.optimism import Optimism
+
+logger = logging.getLogger("megatron_stream.trainer")
 
 
 class StepListener(Protocol):
@@ -98,7 +102,8 @@ class StageOptimizer:
         self._groups = groups
         self._events = events or EventLog(None)
         self._stage = groups.pp.rank()
-        self._optimistic = optimistic and self._stage > 0
+        # The first stage would gain nothing: it ends its backward last, when all other parts of the norm are in.
+        self._optimism = Optimism() if optimistic and self._stage > 0 else None
         self._late = self._late_parameters()
         self._early = [p for p in self._inner.get_parameters() if id(p) not in {id(q) for q in self._late}]
         self._saved: list[torch.Tensor] = []
@@ -162,7 +167,7 @@ class StageOptimizer:
         self._norm = self._start_norm()
         self._attempt += 1  # never reused: a skipped step's version is stepped again
         self._took_step = False
-        if self._optimistic:
+        if self._optimism is not None and self._optimism.on:
             self._before_change(self.unit)
             self._save()
             self._apply(self.unit, self._early, optimistic=True)
@@ -196,6 +201,7 @@ class StageOptimizer:
         if self._late:
             self._exchange_tied_gradient()
         verdict = self._wait_for_verdict()
+        self._consider(verdict)
         if not verdict.accepted and self._took_step:
             self._roll_back()
         if not verdict.finite:
@@ -237,6 +243,15 @@ class StageOptimizer:
             clipped=not verdict.accepted,
         )
         return verdict
+
+    def _consider(self, verdict: Verdict) -> None:
+        if self._optimism is not None and self._optimism.record(verdict.accepted):
+            logger.info(
+                "stage %d: %.0f%% of the last steps needed clipping; stepping %s from here on",
+                self._stage,
+                100 * self._optimism.rejection_rate,
+                "before the norm is known" if self._optimism.on else "after the norm is known",
+            )
 
     def _clip(self, parameters: list[torch.Tensor], verdict: Verdict) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
