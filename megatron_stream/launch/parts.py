@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -27,6 +28,7 @@ class Part:
     def __init__(self, name: str, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.name = name
         self.log = log
+        self._seen: dict[int, psutil.Process] = {}
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -45,12 +47,15 @@ class Part:
         return self.process.poll()
 
     def tree(self) -> list[psutil.Process]:
-        """The child and everything that it started."""
+        """The child and all that it started and that still run, also what has lost its parent since last asked."""
         try:
             own = psutil.Process(self.process.pid)
-            return [own, *own.children(recursive=True)]
+            for process in [own, *own.children(recursive=True)]:
+                self._seen[process.pid] = process
         except psutil.NoSuchProcess:
-            return []
+            pass
+        self._seen = {pid: process for pid, process in self._seen.items() if process.is_running()}
+        return list(self._seen.values())
 
     def last_lines(self, count: int) -> list[str]:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -71,16 +76,12 @@ def end_parts(parts: list[Part], grace_s: float) -> None:
             part.process.terminate()
     deadline = time.monotonic() + grace_s
     for part in parts:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             part.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            continue
     _, alive = psutil.wait_procs(trees, timeout=max(0.1, deadline - time.monotonic()))
     for process in alive:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(alive, timeout=5)
 
 
@@ -89,8 +90,6 @@ def memory_gib(parts: list[Part]) -> float:
     total = 0
     for part in parts:
         for process in part.tree():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 total += process.memory_full_info().pss
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
     return total / 2**30

@@ -127,6 +127,7 @@ class Supervisor:
 
     def _watch(self, view: LiveView) -> None:
         for part in self.parts.values():
+            part.tree()  # remember who belongs to it while its parent lives
             code = part.exit_code
             if code is not None and not (part.name == "trainer" and code == 0):
                 self._explain(part, code)
