@@ -25,6 +25,19 @@ examples:
   megatron-stream rl experiment=demo dir=runs/mine resume=true
 """
 
+_SERVE_EPILOG = """\
+example (the trainer connects to the control port, the actor to engine.port):
+  megatron-stream serve experiment=demo dir=runs/x engine.port=8000 --control-port 8001
+"""
+_ACT_EPILOG = """\
+example:
+  megatron-stream act experiment=demo dir=runs/x --engine-url http://127.0.0.1:8000
+"""
+_TRAIN_EPILOG = """\
+example (one process a pipeline stage):
+  torchrun --nproc-per-node=2 -m megatron_stream.cli train-rl experiment=demo dir=runs/x --engine tcp://127.0.0.1:8001
+"""
+
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
@@ -40,13 +53,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     rl.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
 
-    serve = commands.add_parser("serve", help="one engine: vLLM's server that receives weights while it runs")
+    serve = commands.add_parser(
+        "serve",
+        help="one engine: vLLM's server that receives weights while it runs",
+        epilog=_SERVE_EPILOG,
+        formatter_class=raw,
+    )
     serve.add_argument("--control-port", type=int, default=0, help="where the trainer connects (0: a free port)")
 
-    act = commands.add_parser("act", help="the actor: rollouts and rewards into the sample stream")
+    act = commands.add_parser(
+        "act",
+        help="the actor: rollouts and rewards into the sample stream",
+        epilog=_ACT_EPILOG,
+        formatter_class=raw,
+    )
     act.add_argument("--engine-url", action="append", required=True, help="http://host:port; repeat for several")
 
-    train = commands.add_parser("train-rl", help="one trainer rank; start it with torchrun")
+    train = commands.add_parser(
+        "train-rl", help="one trainer rank; start it with torchrun", epilog=_TRAIN_EPILOG, formatter_class=raw
+    )
     train.add_argument("--engine", action="append", required=True, help="tcp://host:port of an engine's control")
 
     for command in (rl, serve, act, train):
