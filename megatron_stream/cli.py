@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_stream import __version__
-from megatron_stream.errors import UserError
+from megatron_stream.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from megatron_stream.config import RunConfig
@@ -175,9 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except RuntimeError as error:
-        if type(error).__name__ not in ("PartDied", "EngineError", "LaneError"):
-            raise
+    except RunError as error:
         print(f"megatron-stream: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""The one exception for what a user can mend."""
+"""What the command line reports in plain words: a mistake of the user's, or a run that broke."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The command line prints the message without a stack trace and exits with code 2.
     """
+
+
+class RunError(RuntimeError):
+    """A part of a run ended or does not answer; the message names it. Printed without a trace, exit code 1."""

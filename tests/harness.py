@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,13 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megatron_stream.launch.ports import free_port
+
 DEADLINE_S = 300
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _child(rank: int, function: Callable[..., Any], world: int, port: int, queue: Any, args: tuple[Any, ...]) -> None:
@@ -48,7 +43,7 @@ def run_distributed(function: Callable[..., Any], world: int, *args: Any) -> lis
     """
     context = mp.get_context("spawn")
     queue = context.Queue()
-    port = free_port()
+    port = free_port("127.0.0.1")
     children = [
         context.Process(target=_child, args=(rank, function, world, port, queue, args)) for rank in range(world)
     ]

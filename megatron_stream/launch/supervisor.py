@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from megatron_stream.config import RunConfig
 from megatron_stream.engine.server import server_environment
-from megatron_stream.errors import UserError
+from megatron_stream.errors import RunError, UserError
 from megatron_stream.launch.parts import Part, end_parts, memory_gib
 from megatron_stream.launch.ports import choose_port, free_port
 from megatron_stream.observe.live import LiveView
@@ -32,7 +32,7 @@ _MEMORY_EVERY_S = 5.0
 _GRACE_S = 15.0
 
 
-class PartDied(RuntimeError):
+class PartDied(RunError):
     """A part ended although the run was not over. The message names it and why."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 
 from megatron_stream.config import SamplingConfig
+from megatron_stream.errors import RunError
 from megatron_stream.rl.types import Completion
 
 REQUEST_DEADLINE_S = 600.0
@@ -15,7 +16,7 @@ REQUEST_DEADLINE_S = 600.0
 _NO_LOGPROB = -9999.0  # what vLLM sends for nan, -inf or a missing log-probability
 
 
-class EngineError(RuntimeError):
+class EngineError(RunError):
     """An engine is gone, or answered something that cannot be trained on. The message names its URL."""
 
 

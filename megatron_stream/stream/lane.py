@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_stream.errors import RunError
+
 
 class Range(NamedTuple):
     """Bytes `source` to `source + nbytes` of the sender's buffer go to `target` of the receiver's."""
@@ -19,7 +21,7 @@ class Range(NamedTuple):
     nbytes: int
 
 
-class LaneError(RuntimeError):
+class LaneError(RunError):
     """A transfer failed or did not end before its deadline; the message names both ends."""
 
 

@@ -1,6 +1,7 @@
 """The client's side of vLLM's token-in/token-out protocol."""
 
 import asyncio
+import importlib
 
 import pytest
 from aiohttp import web
@@ -54,8 +55,8 @@ def test_what_cannot_be_trained_on_is_refused(broken, message):
 
 def test_vllm_reads_our_request_and_we_read_its_response():
     """Against vLLM's own schema, without an engine."""
-    protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
-    outputs = pytest.importorskip("vllm.outputs")
+    protocol = importlib.import_module("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    outputs = importlib.import_module("vllm.outputs")
     sampling = SamplingConfig(max_tokens=7, temperature=0.6, top_p=0.9, top_k=5)
     request = protocol.GenerateRequest.model_validate(request_body([1, 2], sampling, "3-0-1"))
     params = request.sampling_params
