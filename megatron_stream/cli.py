@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_stream import __version__
-from megatron_stream.errors import RunError, UserError
+from megatron_stream.errors import MISTAKE, RunError, UserError
 
 if TYPE_CHECKING:
     from megatron_stream.config import RunConfig
@@ -113,18 +113,20 @@ def _rl(arguments: argparse.Namespace) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     from megatron_stream.engine.server import serve
     from megatron_stream.engine.settings import EngineSettings
-    from megatron_stream.launch.ports import choose_port
+    from megatron_stream.launch.ports import choose_ports
     from megatron_stream.model.prepare import resolve_model
 
     config = _load(arguments)
-    config.engine.port = choose_port(config.engine.host, config.engine.port, "engine.port")
+    host = config.engine.host
+    ports = choose_ports({"engine.port": (host, config.engine.port), "--control-port": (host, arguments.control_port)})
+    config.engine.port = ports["engine.port"]
     settings = EngineSettings(
         run_dir=config.dir,
-        host=config.engine.host,
-        control_port=choose_port(config.engine.host, arguments.control_port, "--control-port"),
+        host=host,
+        control_port=ports["--control-port"],
         deadline_s=config.stream.deadline_s,
     )
-    print(f"engine http://{config.engine.host}:{config.engine.port} control {settings.control_address}", flush=True)
+    print(f"engine http://{host}:{config.engine.port} control {settings.control_address}", flush=True)
     serve(config.engine, resolve_model(config.model.path), settings)
 
 
@@ -171,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _COMMANDS[arguments.command](arguments)
     except UserError as error:
-        print(f"megatron-stream: error: {error}", file=sys.stderr)
+        print(f"{MISTAKE}{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -190,10 +190,12 @@ def validate(config: RunConfig) -> None:
         _require(value >= 1, f"{key}={value} must be at least 1")
     _require(actor.group_size >= 2, "actor.group_size=1 gives every sample advantage 0; use 2 or more")
     _require(actor.sampling.temperature > 0, "actor.sampling.temperature must be above 0")
-    _require(
-        0 < actor.sampling.top_p <= 1,
-        f"actor.sampling.top_p={actor.sampling.top_p} must be above 0 and at most 1",
-    )
+    for name, given, whole in (("top_p", actor.sampling.top_p, 1.0), ("top_k", actor.sampling.top_k, 0)):
+        _require(
+            given == whole,
+            f"actor.sampling.{name}={given} cuts tokens off before sampling, so the engine's log-probabilities are not "
+            f"those that the trainer computes over the whole vocabulary; set {name}={whole} (temperature is exact)",
+        )
     _require(algorithm.max_lag_versions >= 0, "algorithm.max_lag_versions must be 0 or more")
     _require(trainer.optimizer.clip_grad >= 0, "trainer.optimizer.clip_grad must be 0 (off) or more")
     _one_of("trainer.optimizer.stepping", trainer.optimizer.stepping, ("optimistic", "barrier"))

@@ -1,5 +1,8 @@
 """What the command line reports in plain words: a mistake of the user's, or a run that broke."""
 
+# What the line about a user's mistake starts with, on stderr: the supervisor finds it in a part's log.
+MISTAKE = "megatron-stream: error: "
+
 
 class UserError(Exception):
     """A mistake of the user's: one line that says what is wrong and what to do.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_stream.launch.ports import free_port
+from megatron_stream.launch.ports import choose_ports
 
 DEADLINE_S = 300
 
@@ -43,7 +43,7 @@ def run_distributed(function: Callable[..., Any], world: int, *args: Any) -> lis
     """
     context = mp.get_context("spawn")
     queue = context.Queue()
-    port = free_port("127.0.0.1")
+    port = choose_ports({"master": ("127.0.0.1", 0)})["master"]
     children = [
         context.Process(target=_child, args=(rank, function, world, port, queue, args)) for rank in range(world)
     ]

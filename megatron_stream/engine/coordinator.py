@@ -16,6 +16,7 @@ import zmq.asyncio
 from vllm.engine.protocol import EngineClient
 
 from megatron_stream.engine.settings import EngineSettings
+from megatron_stream.errors import UserError
 from megatron_stream.stream.ledger import Decision, Ledger
 from megatron_stream.stream.messages import (
     PROTOCOL,
@@ -41,7 +42,7 @@ logger = logging.getLogger("vllm.megatron_stream")
 
 
 class Coordinator:
-    """`run` serves until cancelled; `status` is what the HTTP endpoint shows."""
+    """`start`, then `run` serves until cancelled; `status` is what the HTTP endpoint shows."""
 
     def __init__(self, engine: EngineClient, settings: EngineSettings) -> None:
         self._engine: Any = engine
@@ -57,8 +58,12 @@ class Coordinator:
         self._commits = 0
         self.error = ""
 
-    async def run(self) -> None:
-        self._socket.bind(self._settings.control_address)
+    async def start(self) -> None:
+        """Listen, and ask the workers what they hold. Raises UserError when the port is taken."""
+        try:
+            self._socket.bind(self._settings.control_address)
+        except zmq.ZMQError as error:
+            raise UserError(f"the control port of the engine, {self._settings.control_address}: {error}") from error
         replies = await self._engine.collective_rpc("stream_describe")
         self._workers = [decode_worker(reply) for reply in replies]
         await self._engine.update_weight_version(str(self._ledger.committed))
@@ -68,6 +73,8 @@ class Coordinator:
             len(self._workers),
             sum(w.staging_bytes for w in self._workers) / 1e6,
         )
+
+    async def run(self) -> None:
         try:
             while True:
                 sender, payload = await self._socket.recv_multipart()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 from argparse import Namespace
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, Request
 
 from megatron_stream.engine.coordinator import Coordinator
 from megatron_stream.engine.settings import settings_of
+
+logger = logging.getLogger("vllm.megatron_stream")
 
 
 class StreamEndpoints:
@@ -29,12 +34,19 @@ class StreamEndpoints:
             # the CPU worker does not run at start (vllm/v1/worker/cpu_worker.py, _should_warm_up_model).
             await engine_client.collective_rpc("execute_dummy_batch")
         state.megatron_stream = Coordinator(engine_client, settings_of(engine_client.vllm_config))
+        await state.megatron_stream.start()
         state.megatron_stream_task = asyncio.create_task(state.megatron_stream.run())
+        state.megatron_stream_task.add_done_callback(_end_server)
+
+
+def _end_server(coordinator: asyncio.Task[None]) -> None:
+    """An engine that nobody can update any more must not look alive."""
+    if coordinator.cancelled() or (error := coordinator.exception()) is None:
+        return
+    logger.error("megatron_stream: error: the commit coordinator ended (%r); ending the engine", error, exc_info=error)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def _status(request: Request) -> dict[str, Any]:
     coordinator: Coordinator = request.app.state.megatron_stream
-    task: asyncio.Task[None] = request.app.state.megatron_stream_task
-    if task.done():
-        raise HTTPException(500, f"the commit coordinator ended: {task.exception()!r}")
     return coordinator.status()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_stream.errors import MISTAKE
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,6 +33,7 @@ class Part:
         self._seen: dict[int, psutil.Process] = {}
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
+            self._log_start = output.tell()  # a resumed run's log begins with the earlier run's lines
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -57,15 +60,22 @@ class Part:
         self._seen = {pid: process for pid, process in self._seen.items() if process.is_running()}
         return list(self._seen.values())
 
-    def last_lines(self, count: int) -> list[str]:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for line in lines if line.strip()][-count:]
+    def _lines(self) -> list[str]:
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            text = file.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()]
 
     def error_lines(self, count: int) -> list[str]:
         """The lines that most likely say why it ended."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self._lines()
         telling = [line for line in lines if "error" in line.lower() and not line.lstrip().startswith("File ")]
-        return telling[-count:] or self.last_lines(count)
+        return telling[-count:] or lines[-count:]
+
+    def mistake(self) -> str | None:
+        """What the child said about a user's mistake, if that is why it ended."""
+        said = [line.removeprefix(MISTAKE) for line in self._lines() if line.startswith(MISTAKE)]
+        return said[-1] if said else None
 
 
 def end_parts(parts: list[Part], grace_s: float) -> None:

@@ -21,7 +21,7 @@ from megatron_stream.config import RunConfig
 from megatron_stream.engine.server import server_environment
 from megatron_stream.errors import RunError, UserError
 from megatron_stream.launch.parts import Part, end_parts, memory_gib
-from megatron_stream.launch.ports import choose_port, free_port
+from megatron_stream.launch.ports import choose_ports
 from megatron_stream.observe.live import LiveView
 from megatron_stream.observe.report import write_reports
 
@@ -68,10 +68,15 @@ class Supervisor:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.parts: dict[str, Part] = {}
-        engine = config.engine
-        engine.port = choose_port(engine.host, engine.port, "engine.port")
-        self._control_port = free_port(engine.host)
-        self._master_port = choose_port("127.0.0.1", config.trainer.master_port, "trainer.master_port")
+        ports = choose_ports(
+            {
+                "engine.port": (config.engine.host, config.engine.port),
+                "control": (config.engine.host, 0),
+                "trainer.master_port": ("127.0.0.1", config.trainer.master_port),
+            }
+        )
+        config.engine.port = ports["engine.port"]
+        self._control_port, self._master_port = ports["control"], ports["trainer.master_port"]
         self.run_dir = prepare_run_dir(config)  # last of what a user's mistake can stop
         self.config_file = self.run_dir / "config.yaml"
         self.config_file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
@@ -141,6 +146,8 @@ class Supervisor:
         time.sleep(_POLL_S)
 
     def _explain(self, part: Part, code: int) -> None:
+        if mistake := part.mistake():
+            raise UserError(f"the {part.name} could not go on: {mistake}")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = "\n".join(f"  {line[-300:]}" for line in part.error_lines(4))
         raise PartDied(f"the {part.name} ended ({how}) before the run was over; see {part.log}\n{why}")

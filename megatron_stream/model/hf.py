@@ -99,7 +99,10 @@ def shard_files(folder: Path) -> list[Path]:
     """The safetensors files of the checkpoint. Raises UserError when one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+        content = _read_json(index)
+        if not (isinstance(content, dict) and isinstance(content.get("weight_map"), dict) and content["weight_map"]):
+            raise UserError(f"{index} has no weight_map, the list of tensors and their files; download it again")
+        files = [folder / name for name in sorted(set(content["weight_map"].values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise UserError(f"{folder} lacks {missing[0]}, which its index names; download the model again")

@@ -10,7 +10,6 @@ from megatron_stream.config import ObserveConfig
 from megatron_stream.observe.events import read_events
 from megatron_stream.observe.metrics import read_metrics
 from megatron_stream.observe.summary import summarize
-from megatron_stream.observe.timeline import draw_timeline
 from megatron_stream.observe.trace import write_trace
 
 logger = logging.getLogger("megatron_stream")
@@ -24,5 +23,7 @@ def write_reports(run_dir: Path, config: ObserveConfig) -> None:
     summary = summarize(events, read_metrics(run_dir))
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if config.timeline:
+        from megatron_stream.observe.timeline import draw_timeline  # matplotlib takes a second to import
+
         write_trace(events, run_dir / "trace.json")
         draw_timeline(events, run_dir / "timeline.png")

@@ -18,7 +18,7 @@ import torch
 
 from megatron_stream.config import SamplingConfig
 from megatron_stream.engine.server import server_environment
-from megatron_stream.launch.ports import free_port
+from megatron_stream.launch.ports import choose_ports
 from megatron_stream.layout.llama import hf_shapes, vllm_blocks
 from megatron_stream.model.build import stage_blocks
 from megatron_stream.model.hf import ModelSpec, open_tensors, read_spec
@@ -50,7 +50,8 @@ class RunningEngine:
     def __init__(self, model: Path, run_dir: Path, worker_cls: str = "", **config: Any) -> None:
         self.model, self.run_dir = model, run_dir
         self.spec: ModelSpec = read_spec(model)
-        self.port, self.control = free_port("127.0.0.1"), free_port("127.0.0.1")
+        ports = choose_ports({"port": ("127.0.0.1", 0), "control": ("127.0.0.1", 0)})
+        self.port, self.control = ports["port"], ports["control"]
         engine = {"port": self.port, "max_num_seqs": 16, "max_batched_tokens": 512, "kv_cache_mib": 64} | config
         arguments = {
             "settings": {"run_dir": str(run_dir), "control_port": self.control, "deadline_s": 60},

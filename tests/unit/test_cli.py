@@ -104,3 +104,9 @@ def test_train_rl_without_a_launcher_says_how_to_start_it(
 def test_rules_name_the_key() -> None:
     with pytest.raises(UserError, match=r"trainer\.steps=0 must be at least 1"):
         load_config("rl", ["experiment=demo", "trainer.steps=0"])
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20"])
+def test_sampling_from_a_part_of_the_vocabulary_is_refused(cut: str) -> None:
+    with pytest.raises(UserError, match="over the whole vocabulary"):
+        load_config("rl", ["experiment=demo", f"actor.sampling.{cut}"])

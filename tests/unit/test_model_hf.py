@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_stream.errors import UserError
-from megatron_stream.model.hf import ModelSpec, check_model_folder, open_tensors, read_spec
+from megatron_stream.model.hf import ModelSpec, check_model_folder, open_tensors, read_spec, shard_files
 
 pytestmark = pytest.mark.unit
 
@@ -135,6 +135,13 @@ def test_tensors_of_one_file_and_of_shards(tmp_path):
         assert tensors.names() == {"a", "b", "c"}
         assert "c" in tensors and "d" not in tensors
         assert torch.equal(tensors.get("c"), torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"weight_map": {}}'])
+def test_an_index_without_its_list(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match="has no weight_map"):
+        shard_files(tmp_path)
 
 
 def test_a_missing_shard_is_named(tmp_path):
