@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -65,13 +66,25 @@ def _serve(connection: Connection, make_verify: Callable[[], Verify]) -> None:
         connection.send(reply)
 
 
+def _processes(make_verify: Callable[[], Verify]) -> Any:
+    """Forks of a clean process that imported the verifier's module once.
+
+    A fork of the actor would copy its locks and sockets; a spawned process would import for seconds, each time
+    that a reward hangs and its process is replaced.
+    """
+    function = make_verify.func if isinstance(make_verify, partial) else make_verify
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__, function.__module__])
+    return processes
+
+
 class _Worker:
     """One reward process. Blocking; called from the scorer's threads."""
 
     def __init__(self, make_verify: Callable[[], Verify]) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy the actor's locks and sockets
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make_verify), daemon=True, name="reward")
+        processes = _processes(make_verify)
+        self._connection, theirs = processes.Pipe()
+        self.process = processes.Process(target=_serve, args=(theirs, make_verify), daemon=True, name="reward")
         self.process.start()
         theirs.close()
         error = f"not ready within {START_DEADLINE_S:.0f} s"
