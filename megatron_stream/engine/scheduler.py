@@ -36,6 +36,9 @@ class StreamScheduler(Scheduler):
         for request in self.requests.values():
             if request.status == RequestStatus.WAITING and request.num_computed_tokens == 0:
                 self._salt(request)
+        halfway = [r.request_id for r in self.running if 0 < r.num_computed_tokens < r.num_prompt_tokens]
+        if halfway:
+            self._events.instant("engine", "prefill across versions", requests=halfway, version=version)
 
     def _salt(self, request: Request) -> None:
         request.cache_salt = f"{self._user_salts[request.request_id]}@{self.weights_version}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from megatron_stream.engine.settings import EngineSettings
 from megatron_stream.errors import UserError
 
 # torchrun and schedulers set these for the trainer; vLLM would take them for its own.
-_FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_FOREIGN = re.compile(r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 
 def server_environment(environment: dict[str, str]) -> dict[str, str]:
     """The environment of an engine: without a launcher's variables, with what vLLM on this platform needs."""
-    clean = {k: v for k, v in environment.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC")}
+    clean = {k: v for k, v in environment.items() if not _FOREIGN.fullmatch(k)}
     clean |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "megatron_stream"}
     clean.setdefault("OMP_NUM_THREADS", "1")
     clean.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -17,7 +17,8 @@ Vocabulary (track: names {args}); `stage` counts from 0:
   requests: [id]}: the last stage sampled one token of each request with this version, the truth that labels
   are checked against
 - `engine`: instants `tokens` {requests: [id], version}: one token of each request; `preempted` {request};
-  span `commit` {version} from the request to the last worker's reply; instant `staged` {version}
+  `prefill across versions` {requests, version}: prompts of which a part was computed with older weights; `staged`
+  {version}; span `commit` {version} from the request to the last worker's reply
 - `actor`: spans `request` {id, group, tokens, versions: [[version, start]]}, `reward` {group}
 - `trainer`: instants `consumed` {version, groups, lag_mean, lag_max, reward}
 """

@@ -20,7 +20,8 @@ def summarize(events: Sequence[Event], metrics: Sequence[dict[str, Any]]) -> dic
     """The summary of a run from `read_events` and `read_metrics`.
 
     Names end in their unit; `lag_versions` is in versions, `reward_*` as the task scores,
-    `tokens_per_s` counts generated tokens. `rollbacks` counts each stage's.
+    `tokens_per_s` counts generated tokens. `rollbacks` counts each stage's. `preempted` requests and
+    prompts in `prefills_across_versions` have keys and values of more than one version; labels don't show it.
     """
     consumed = [e["args"] for e in events if e["track"] == "trainer" and e["name"] == "consumed"]
     rewards = [args["reward"] for args in consumed if args.get("reward") is not None]
@@ -37,6 +38,8 @@ def summarize(events: Sequence[Event], metrics: Sequence[dict[str, Any]]) -> dic
         "wrong_labels": count_wrong_labels(events),
         "tokens_per_s": tokens_per_s(events),
         "rollbacks": _rollbacks(events),
+        "preempted": _engine_count(events, "preempted"),
+        "prefills_across_versions": _engine_count(events, "prefill across versions"),
         "peak_memory_gib": _largest(line.get("memory_gib") for line in metrics),
     }
 
@@ -91,6 +94,12 @@ def tokens_per_s(events: Sequence[Event]) -> float | None:
 def _rollbacks(events: Sequence[Event]) -> int | None:
     names = [e["name"] for e in events if e["track"].startswith("trainer stage")]
     return names.count("rollback") if names else None
+
+
+def _engine_count(events: Sequence[Event], name: str) -> int | None:
+    """Requests in the engine's instants of this name; None when no engine wrote any event."""
+    own = [e for e in events if e["track"] == "engine"]
+    return sum(len(e["args"].get("requests", [""])) for e in own if e["name"] == name) if own else None
 
 
 def _lag(consumed: Sequence[dict[str, Any]]) -> dict[str, float | None]:

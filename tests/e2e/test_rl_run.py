@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +28,7 @@ SETTINGS = [
     "trainer.micro_batch_size=4",
     "engine.max_num_seqs=8",
     "engine.kv_cache_mib=64",
-    "observe.wandb_mode=offline",
+    "observe.wandb_mode=disabled",
 ]
 
 
@@ -58,11 +60,28 @@ def children_of(process: subprocess.Popen[str], pattern: str) -> list[psutil.Pro
     return [child for child in found if re.search(pattern, " ".join(child.cmdline()))]
 
 
-def test_a_run_trains_streams_and_reports(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, "trainer.steps=4")
+def finish(run_dir: Path, *overrides: str) -> str:
+    """Run to the end; what it printed."""
+    process = start(run_dir, *overrides)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def step_lines(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "step" in line]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A whole run of four steps: its folder, and what it printed."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    return run_dir, finish(run_dir, "trainer.steps=4", "observe.wandb_mode=offline")
+
+
+def test_a_run_trains_streams_and_reports(finished: tuple[Path, str]) -> None:
+    run_dir, output = finished
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 4
     assert summary["versions_committed"] == 4
@@ -74,24 +93,19 @@ def test_a_run_trains_streams_and_reports(tmp_path: Path) -> None:
     assert list((run_dir / "wandb").glob("offline-run-*"))
     assert "step 4/4" in output
 
-    # and it goes on where it stopped, from its checkpoint; the fresh engine follows the trainer's version
-    process = start(run_dir, "trainer.steps=6", "resume=true")
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output[-4000:]
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if "step" in line] == [1, 2, 3, 4, 5, 6]
-    assert [line["version"] for line in steps if "step" in line] == [1, 2, 3, 4, 5, 6]
-    assert json.loads((run_dir / "summary.json").read_text())["wrong_labels"] == 0
-
 
 @pytest.mark.parametrize(
     ("part", "pattern"), [("engine", r"cli serve"), ("trainer", r"cli train-rl .*--engine"), ("actor", r"cli act")]
 )
-def test_a_killed_part_ends_the_run_and_is_named(tmp_path: Path, part: str, pattern: str) -> None:
+def test_a_killed_part_ends_the_run_and_is_named(
+    finished: tuple[Path, str], tmp_path: Path, part: str, pattern: str
+) -> None:
+    """In a resumed run: the fresh engine has to follow the trainer to version 4 first."""
     run_dir = tmp_path / "run"
-    process = start(run_dir, "trainer.steps=1000", "observe.wandb_mode=disabled")
+    shutil.copytree(finished[0], run_dir)
+    process = start(run_dir, "resume=true", "trainer.steps=1000")
     try:
-        wait_for(lambda: steps_done(run_dir) >= 1, process, "first step")
+        wait_for(lambda: steps_done(run_dir) > 4, process, "step after the resume")
         everyone = psutil.Process(process.pid).children(recursive=True)
         victims = children_of(process, pattern)
         assert victims
@@ -103,13 +117,17 @@ def test_a_killed_part_ends_the_run_and_is_named(tmp_path: Path, part: str, patt
         assert f"the {part} ended" in output, output[-3000:]
         _, alive = psutil.wait_procs(everyone, timeout=10)
         assert not alive, f"left behind: {alive}"
-        assert (run_dir / "summary.json").exists()
     finally:
         process.kill()
+    steps = step_lines(run_dir)
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert [line["version"] for line in steps] == list(range(1, len(steps) + 1))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == len(steps) and summary["wrong_labels"] == 0 and summary["mixed_tokens"] == 0
 
 
 def test_ctrl_c_ends_all_parts(tmp_path: Path) -> None:
-    process = start(tmp_path / "run", "trainer.steps=1000", "observe.wandb_mode=disabled")
+    process = start(tmp_path / "run", "trainer.steps=1000")
     try:
         wait_for(lambda: len(children_of(process, "cli serve")) > 0, process, "engine")
         time.sleep(3)

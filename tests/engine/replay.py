@@ -29,22 +29,32 @@ class Replay:
 
     @torch.no_grad()
     def logprobs(
-        self, prompt: list[int], completion: Completion, versions: list[int], weights: dict[int, HfWeights]
+        self,
+        prompt: list[int],
+        completion: Completion,
+        versions: list[int],
+        weights: dict[int, HfWeights],
+        temperature: float,
     ) -> list[float]:
-        """Log-probability of each token of `completion`, produced with `versions`, at temperature 1."""
+        """Log-probability of each token of `completion`, produced with `versions`."""
         cache: Any = None
         fed, found = prompt, []
         for token, version in zip(completion.token_ids, versions, strict=True):
             self._load(version, weights)
             output = self._model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            found.append(float(output.logits[0, -1].log_softmax(-1)[token]))
+            found.append(float((output.logits[0, -1] / temperature).log_softmax(-1)[token]))
             fed = [token]
         return found
 
     def error(
-        self, prompt: list[int], completion: Completion, versions: list[int], weights: dict[int, HfWeights]
+        self,
+        prompt: list[int],
+        completion: Completion,
+        versions: list[int],
+        weights: dict[int, HfWeights],
+        temperature: float = 1.0,
     ) -> float:
         """Largest difference between the engine's log-probabilities and the replay's."""
-        mine = self.logprobs(prompt, completion, versions, weights)
+        mine = self.logprobs(prompt, completion, versions, weights, temperature)
         return max(abs(a - b) for a, b in zip(mine, completion.logprobs, strict=True))

@@ -47,7 +47,14 @@ if __name__ == "__main__":
 class RunningEngine:
     """PP=2 by default. `events()` are what engine and publisher wrote so far."""
 
-    def __init__(self, model: Path, run_dir: Path, worker_cls: str = "", **config: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        run_dir: Path,
+        worker_cls: str = "",
+        environment: Mapping[str, str] | None = None,
+        **config: Any,
+    ) -> None:
         self.model, self.run_dir = model, run_dir
         self.spec: ModelSpec = read_spec(model)
         ports = choose_ports({"port": ("127.0.0.1", 0), "control": ("127.0.0.1", 0)})
@@ -60,7 +67,8 @@ class RunningEngine:
             "worker_cls": worker_cls,
         }
         run_dir.mkdir(parents=True, exist_ok=True)
-        environment = server_environment(dict(os.environ)) | {
+        variables = server_environment(dict(os.environ)) | {
+            **(environment or {}),
             "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own weight checksums
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
         }
@@ -71,7 +79,7 @@ class RunningEngine:
                 [sys.executable, str(run_dir / "serve.py"), json.dumps(arguments)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=variables,
             )
 
     @property

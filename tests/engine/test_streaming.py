@@ -128,6 +128,14 @@ def test_a_prompt_is_not_answered_with_keys_of_old_weights(run: Run, replay: Rep
             assert replay.error(prompt, completion, completion.versions, run.weights) < TOLERANCE
 
 
+def test_log_probabilities_are_those_of_the_temperature(run: Run, replay: Replay) -> None:
+    """As the trainer computes them: tests/dist/test_token_logprobs.py."""
+    sampling = SamplingConfig(max_tokens=12, temperature=0.6)
+    for prompt, completion in zip(PROMPTS, asyncio.run(run.engine.generate(PROMPTS, sampling, "warm")), strict=True):
+        assert replay.error(prompt, completion, completion.versions, run.weights, 0.6) < TOLERANCE
+        assert replay.error(prompt, completion, completion.versions, run.weights, 1.0) > 10 * TOLERANCE
+
+
 def test_newest_wins_when_updates_come_closer_than_a_transfer(run: Run) -> None:
     before = run.engine.status()["commits"]
     versions = [run.publish() for _ in range(6)]
@@ -181,8 +189,9 @@ def test_an_idle_engine_commits_too(run: Run) -> None:
 
 
 def test_the_detector_sees_stages_that_switch_at_different_batches(tiny: Path, tmp_path: Path) -> None:
-    """Negative control of the mixed-token count."""
-    engine = RunningEngine(tiny, tmp_path, worker_cls="tests.engine.broken_worker.LateWorker")
+    """Negative control of the mixed-token count; on an engine started by torchrun, beside another one."""
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    engine = RunningEngine(tiny, tmp_path, "tests.engine.broken_worker.LateWorker", torchrun)
     try:
         engine.wait_ready()
         run = Run(engine, tiny)

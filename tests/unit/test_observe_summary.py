@@ -15,7 +15,8 @@ pytestmark = pytest.mark.unit
 
 KEYS = {
     "steps", "versions_committed", "reward_first", "reward_last", "stall_ms", "exposed_ms", "lag_versions",
-    "mixed_tokens", "wrong_labels", "tokens_per_s", "rollbacks", "peak_memory_gib",
+    "mixed_tokens", "wrong_labels", "tokens_per_s", "rollbacks", "peak_memory_gib", "preempted",
+    "prefills_across_versions",
 }  # fmt: skip
 
 
@@ -36,7 +37,17 @@ def test_a_run_without_faults():
     assert (summary["mixed_tokens"], summary["wrong_labels"], summary["rollbacks"]) == (0, 0, 0)
     assert summary["tokens_per_s"] == pytest.approx(4 / TOKEN_S, rel=0.05)
     assert summary["peak_memory_gib"] == 2.0
+    assert (summary["preempted"], summary["prefills_across_versions"]) == (0, 0)
     json.dumps(summary, allow_nan=False)
+
+
+def test_requests_with_keys_of_more_than_one_version_are_counted():
+    odd = [
+        event("engine", "preempted", 1.0, request="a"),
+        event("engine", "prefill across versions", 2.0, requests=["b", "c"], version=1),
+    ]
+    summary = summarize(run(steps=2) + odd, [])
+    assert (summary["preempted"], summary["prefills_across_versions"]) == (1, 2)
 
 
 def test_no_events_are_nulls_and_not_zeros():
