@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +88,7 @@ class Supervisor:
         self.parts[name] = Part(name, command, self.run_dir / "logs" / f"{name}.log", environment)
 
     def _start_all(self) -> None:
+        """All at once: trainer and actor wait for the engine."""
         cli = [sys.executable, "-m", "megatron_stream.cli"]
         given = ["--config", str(self.config_file)]
         control = f"tcp://{self.config.engine.host}:{self._control_port}"
@@ -110,6 +109,7 @@ class Supervisor:
             ],
             environment,
         )
+        self._start("actor", [*cli, "act", *given, "--engine-url", self.engine_url], environment)
 
     def run(self) -> None:
         """Until the trainer has done its steps. Raises PartDied, or UserError from a part."""
@@ -118,9 +118,6 @@ class Supervisor:
             with _signals(), view:
                 view.parts = self._states
                 self._start_all()
-                self._wait_for_engine(view)
-                given = ["--config", str(self.config_file), "--engine-url", self.engine_url]
-                self._start("actor", [sys.executable, "-m", "megatron_stream.cli", "act", *given])
                 while self.parts["trainer"].exit_code != 0:
                     self._watch(view)
         except _Interrupted as signal_name:
@@ -151,21 +148,6 @@ class Supervisor:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = "\n".join(f"  {line[-300:]}" for line in part.error_lines(4))
         raise PartDied(f"the {part.name} ended ({how}) before the run was over; see {part.log}\n{why}")
-
-    def _wait_for_engine(self, view: LiveView) -> None:
-        deadline = time.monotonic() + self.config.engine.start_deadline_s
-        while time.monotonic() < deadline:
-            self._watch(view)
-            try:
-                with urllib.request.urlopen(f"{self.engine_url}/stream/status", timeout=2) as answer:
-                    if json.load(answer)["ready"]:
-                        return
-            except (urllib.error.URLError, OSError, json.JSONDecodeError):
-                continue
-        raise PartDied(
-            f"the engine was not ready within engine.start_deadline_s={self.config.engine.start_deadline_s:g} s; "
-            f"see {self.parts['engine'].log}"
-        )
 
     def _states(self) -> dict[str, str]:
         return {

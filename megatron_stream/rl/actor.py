@@ -171,7 +171,7 @@ async def run_actor(
     stop: asyncio.Event,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """The actor process: until `stop` is set, or an engine is gone (EngineError).
+    """The actor process: waits for the engines, then works until `stop` is set, or one is gone (EngineError).
 
     Reads the tokenizer from the folder `config.model.path` unless one is given. Writes
     `run_dir/samples.sqlite` and `run_dir/events/actor.jsonl`.
@@ -190,6 +190,7 @@ async def run_actor(
             scorer = Scorer(partial(make_verifier, config.task), config.task.reward_timeout_s)
             await stack.enter_async_context(scorer)
             clients = [await stack.enter_async_context(GenerateClient(url)) for url in engine_urls]
+            await _all([client.wait_ready(config.engine.start_deadline_s, stop) for client in clients])
             await Actor(config, task, scorer, clients, stream, events).run(stop)
     finally:
         stream.close()

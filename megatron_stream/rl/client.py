@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +15,7 @@ from megatron_stream.errors import RunError
 from megatron_stream.rl.types import Completion
 
 REQUEST_DEADLINE_S = 600.0
+_READY_POLL_S = 0.5
 
 _NO_LOGPROB = -9999.0  # what vLLM sends for nan, -inf or a missing log-probability
 
@@ -45,6 +49,24 @@ class GenerateClient:
     ) -> None:
         if self._session is not None:
             await self._session.close()
+
+    async def wait_ready(self, deadline_s: float, stop: asyncio.Event) -> None:
+        """Until the engine can be asked, or `stop` is set. Raises EngineError after `deadline_s` seconds."""
+        assert self._session is not None, "use the client as a context manager"
+        deadline = time.monotonic() + deadline_s
+        while not stop.is_set():
+            try:
+                async with self._session.get(f"{self.base_url}/stream/status") as response:
+                    if response.status == 200 and (await response.json())["ready"]:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"engine {self.base_url} was not ready within engine.start_deadline_s={deadline_s:g} s"
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _READY_POLL_S)
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
         """One completion of one prompt. Raises EngineError, at the latest after the client's deadline."""

@@ -17,6 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_stream.launch.ports import choose_ports
+from tests.unit.test_readme import ROOT
+from tests.unit.test_readme import commands as readme_commands
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
 SETTINGS = [
@@ -139,3 +143,30 @@ def test_ctrl_c_ends_all_parts(tmp_path: Path) -> None:
         assert not alive, f"left behind: {alive}"
     finally:
         process.kill()
+
+
+def test_the_parts_start_by_themselves_as_the_readme_says(tmp_path: Path) -> None:
+    """In any order: trainer and actor wait for the engine."""
+    ports = choose_ports({"8000": ("127.0.0.1", 0), "8001": ("127.0.0.1", 0)})
+    own = [*SETTINGS, "trainer.steps=2"]
+    parts: dict[str, subprocess.Popen[bytes]] = {}
+    for line in reversed([line for line in readme_commands(ROOT / "README.md") if "dir=runs/x" in line]):
+        for port, chosen in ports.items():
+            line = line.replace(port, str(chosen))
+        program, *arguments = line.split()
+        module = {"megatron-stream": "megatron_stream.cli", "torchrun": "torch.distributed.run"}[program]
+        name = next(word for word in arguments if word in ("serve", "act", "train-rl"))
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            parts[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, *own], cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
+            )
+    try:
+        assert parts.keys() == {"serve", "act", "train-rl"}
+        assert parts["train-rl"].wait(timeout=300) == 0, (tmp_path / "train-rl.log").read_text()[-3000:]
+        assert [line["version"] for line in step_lines(tmp_path / "runs/x")] == [1, 2]
+        for name in ("act", "serve"):
+            parts[name].terminate()
+            assert parts[name].wait(timeout=60) in (0, -signal.SIGTERM), (tmp_path / f"{name}.log").read_text()[-3000:]
+    finally:
+        for process in parts.values():
+            process.kill()

@@ -41,10 +41,14 @@ class Server:
 
     url: str = ""
     version: int = 0
+    ready: bool = True
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: int = 0
     most_waiting: int = 0
     requests: list[dict] = field(default_factory=list)
+
+    async def status(self, request):
+        return web.json_response({"ready": self.ready})
 
     async def handle(self, request):
         body = await request.json()
@@ -75,6 +79,7 @@ async def serving(n=1):
     for server in servers:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", server.handle)
+        app.router.add_get("/stream/status", server.status)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         runners.append(runner)

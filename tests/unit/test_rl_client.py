@@ -107,3 +107,24 @@ def test_errors_name_the_engine_the_request_and_the_cause():
         asyncio.run(_generate(hangs, deadline_s=0.2))
     with pytest.raises(EngineError, match=f"{url} is gone .*7-0-0"):
         asyncio.run(_generate(dies))
+
+
+def test_an_engine_that_never_gets_ready_is_named():
+    async def wait():
+        async with GenerateClient("http://127.0.0.1:9") as client:
+            await client.wait_ready(0.1, asyncio.Event())
+
+    with pytest.raises(EngineError, match=r"127.0.0.1:9 was not ready within engine.start_deadline_s=0.1 s"):
+        asyncio.run(wait())
+
+
+def test_waiting_for_an_engine_can_be_stopped():
+    async def wait():
+        stop = asyncio.Event()
+        async with GenerateClient("http://127.0.0.1:9") as client:
+            waiting = asyncio.create_task(client.wait_ready(600.0, stop))
+            await asyncio.sleep(0.1)
+            stop.set()
+            await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(wait())
