@@ -32,14 +32,16 @@ class Tokenizer(Protocol):
 def extract_answer(text: str) -> str:
     """The answer in a completion's text.
 
-    The content of the last `<answer>` tag if there is one; else what follows the last "answer is" on its
-    line; else the whole text. Blanks around it and one full stop at its end are dropped:
-    "The answer is 12." and " 12." both give "12".
+    The content of the last `<answer>` tag if there is one. Else what follows the last "answer is" on its line,
+    or the whole text, and of that what follows the last "=" on its line. Blanks around it and one full stop at
+    its end are dropped: "The answer is 12.", "5 + 7 = 12" and " 12." all give "12".
     """
     answer: str | None = tagged_answer(text)
     if answer is None:
-        spoken = re.findall(r"\banswer is:?[ \t]*([^\n]+)", text, flags=re.IGNORECASE)
-        answer = spoken[-1] if spoken else text
+        answer = text
+        for mark, said in ((r"\banswer is:?", r"[^\n]+"), ("=", r"[^\n=]+")):
+            if found := re.findall(rf"{mark}[ \t]*({said})", answer, flags=re.IGNORECASE):
+                answer = found[-1]
     return answer.strip().removesuffix(".").rstrip()
 
 

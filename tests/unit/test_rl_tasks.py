@@ -45,7 +45,11 @@ def config(**changes):
         ("the Answer is: 12", "12"),
         ("The answer is 7. No.\nThe answer is 12.", "12"),
         ("The answer is 7 <answer> 12. </answer> so.", "12"),
-        ("5 + 7 = 12", "5 + 7 = 12"),
+        ("5 + 7 = 12", "12"),
+        ("5 + 7 = 12.\n\nThis", "12"),
+        ("The answer is 5 + 7 = 12.", "12"),
+        ("5 + 7 =", "5 + 7 ="),
+        ("<answer>x = 5</answer>", "x = 5"),
         ("", ""),
     ],
 )
