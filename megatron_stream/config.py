@@ -142,7 +142,7 @@ class ObserveConfig:
     live: bool = True
     wandb_project: str = "megatron-stream"
     wandb_mode: str = "offline"  # offline, online, disabled
-    timeline: bool = True
+    pictures: bool = True  # timeline.png and curves.png, and trace.json
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""At the end of a run: `summary.json`, `trace.json` (Perfetto) and `timeline.png` from its event files."""
+"""At the end of a run: `summary.json`, `trace.json` (Perfetto), `timeline.png` and `curves.png`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from megatron_stream.config import ObserveConfig
+from megatron_stream.observe.curves import draw_curves
 from megatron_stream.observe.events import read_events
 from megatron_stream.observe.metrics import read_metrics
 from megatron_stream.observe.summary import summarize
@@ -20,10 +21,12 @@ def write_reports(run_dir: Path, config: ObserveConfig) -> None:
     events = read_events(run_dir / "events")
     if not events:
         return
-    summary = summarize(events, read_metrics(run_dir))
+    metrics = read_metrics(run_dir)
+    summary = summarize(events, metrics)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    if config.timeline:
+    if config.pictures:
         from megatron_stream.observe.timeline import draw_timeline  # matplotlib takes a second to import
 
         write_trace(events, run_dir / "trace.json")
         draw_timeline(events, run_dir / "timeline.png")
+        draw_curves(metrics, run_dir / "curves.png")

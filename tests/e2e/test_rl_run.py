@@ -93,6 +93,7 @@ def test_a_run_trains_streams_and_reports(finished: tuple[Path, str]) -> None:
     assert summary["lag_versions"]["max"] <= 2 + 1
     assert summary["tokens_per_s"] > 0 and summary["peak_memory_gib"] > 0
     assert (run_dir / "timeline.png").stat().st_size > 10_000
+    assert (run_dir / "curves.png").stat().st_size > 10_000
     assert len(json.loads((run_dir / "trace.json").read_text())["traceEvents"]) > 100
     assert list((run_dir / "wandb").glob("offline-run-*"))
     assert "step 4/4" in output
