@@ -31,6 +31,7 @@ SETTINGS = [
     "algorithm.groups_per_step=2",
     "trainer.micro_batch_size=4",
     "engine.max_num_seqs=8",
+    "engine.max_model_len=256",
     "engine.kv_cache_mib=64",
     "observe.wandb_mode=disabled",
 ]
