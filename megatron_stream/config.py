@@ -188,6 +188,8 @@ def validate(config: RunConfig) -> None:
         ("engine.kv_cache_mib", config.engine.kv_cache_mib),
     ):
         _require(value >= 1, f"{key}={value} must be at least 1")
+    for key, port in (("engine.port", config.engine.port), ("trainer.master_port", trainer.master_port)):
+        _require(0 <= port <= 65_535, f"{key}={port} is not a port; choose one up to 65535, or 0 for a free one")
     _require(actor.group_size >= 2, "actor.group_size=1 gives every sample advantage 0; use 2 or more")
     _require(actor.sampling.temperature > 0, "actor.sampling.temperature must be above 0")
     for name, given, whole in (("top_p", actor.sampling.top_p, 1.0), ("top_k", actor.sampling.top_k, 0)):

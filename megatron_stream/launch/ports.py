@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Mapping
@@ -52,9 +53,9 @@ def choose_ports(wanted: Mapping[str, tuple[str, int]]) -> dict[str, int]:
                 try:
                     held.enter_context(_bind(host, port))
                 except OSError as error:
-                    raise UserError(
-                        f"{key}={port} is in use on {host} ({error.strerror}); choose another, or 0 for a free one"
-                    ) from error
+                    if error.errno != errno.EADDRINUSE:
+                        raise UserError(f"{key}: cannot listen on {host}:{port} ({error.strerror})") from error
+                    raise UserError(f"{key}={port} is in use on {host}; choose another, or 0 for a free one") from error
                 chosen[key] = port
                 continue
             for candidate in random.sample(_below_ephemeral(), _TRIES):

@@ -110,3 +110,8 @@ def test_rules_name_the_key() -> None:
 def test_sampling_from_a_part_of_the_vocabulary_is_refused(cut: str) -> None:
     with pytest.raises(UserError, match="over the whole vocabulary"):
         load_config("rl", ["experiment=demo", f"actor.sampling.{cut}"])
+
+
+def test_a_number_that_is_no_port() -> None:
+    with pytest.raises(UserError, match=r"engine\.port=70000 is not a port"):
+        load_config("rl", ["experiment=demo", "engine.port=70000"])

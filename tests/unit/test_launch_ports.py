@@ -41,5 +41,7 @@ def test_a_port_asked_for_twice_or_a_wrong_host() -> None:
     port = choose_port(HOST, 0, "p")
     with pytest.raises(UserError, match=rf"trainer.master_port={port} is in use"):
         choose_ports({"engine.port": (HOST, port), "trainer.master_port": (HOST, port)})
+    with pytest.raises(UserError, match=r"engine.port: cannot listen on 192.0.2.1:80"):
+        choose_port("192.0.2.1", 80, "engine.port")
     with pytest.raises(UserError, match="is the host name right"):
         choose_port("192.0.2.1", 0, "engine.port")
