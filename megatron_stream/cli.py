@@ -107,6 +107,11 @@ def _rl(arguments: argparse.Namespace) -> None:
     config.dir = str(Path(config.dir).absolute())
     spec = read_spec(Path(config.model.path))
     stage_layers(spec, config.trainer.pipeline_parallel, 0)
+    if config.engine.pipeline_parallel > spec.num_layers:
+        raise UserError(
+            f"engine.pipeline_parallel={config.engine.pipeline_parallel} is more stages than the model's "
+            f"{spec.num_layers} layers"
+        )
     Supervisor(config).run()
 
 

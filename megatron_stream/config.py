@@ -196,7 +196,8 @@ def validate(config: RunConfig) -> None:
         _require(
             given == whole,
             f"actor.sampling.{name}={given} cuts tokens off before sampling, so the engine's log-probabilities are not "
-            f"those that the trainer computes over the whole vocabulary; set {name}={whole} (temperature is exact)",
+            f"those that the trainer computes over the whole vocabulary; set actor.sampling.{name}={whole:g} "
+            "(temperature is exact)",
         )
     _require(algorithm.max_lag_versions >= 0, "algorithm.max_lag_versions must be 0 or more")
     _require(trainer.optimizer.clip_grad >= 0, "trainer.optimizer.clip_grad must be 0 (off) or more")
@@ -211,10 +212,11 @@ def validate(config: RunConfig) -> None:
         f"actor.sampling.max_tokens={actor.sampling.max_tokens}",
     )
     samples = algorithm.groups_per_step * actor.group_size
+    divisors = ", ".join(str(size) for size in range(1, samples + 1) if samples % size == 0)
     _require(
         samples % trainer.micro_batch_size == 0,
         f"a step has {algorithm.groups_per_step} groups x {actor.group_size} samples = {samples}, which "
-        f"trainer.micro_batch_size={trainer.micro_batch_size} does not divide; choose a divisor of {samples}",
+        f"trainer.micro_batch_size={trainer.micro_batch_size} does not divide; choose one of {divisors}",
     )
 
 
@@ -236,6 +238,17 @@ def _explain(error: Exception) -> str:
     if unknown:
         wrong = unknown.group(1) or unknown.group(2)
         return f"unknown configuration key {wrong}{_hint(wrong)}"
+    if bad := re.search(r"Error parsing override '([^']*)'", text):
+        known = [path.stem for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml"))]
+        hint = f"; did you mean experiment={bad.group(1)}?" if bad.group(1) in known else ""
+        return f"{bad.group(1)!r} is not key=value{hint}"
+    if wrong_type := re.search(
+        r"Value (.+?)(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+)", text
+    ):
+        wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+        where = re.search(r"full_key: ([\w.]+)", text)
+        kind = wanted.get(wrong_type.group(2), wrong_type.group(2))
+        return f"{where.group(1) if where else 'a key'}={wrong_type.group(1).strip(chr(39))} must be {kind}"
     if "Could not find" in text and (choice := re.search(r"Could not find '([\w./-]+)'", text)):
         available = re.search(r"Available options[^:]*:\s*([^\n]+(?:\n\s+\S+)*)", text)
         options = ", ".join(available.group(1).split()) if available else "see configs/"

@@ -128,6 +128,7 @@ class LiveView:
             ("version", _number(row.get("version"), "d")),
             ("committed", _number(state.committed, "d")),
             ("lag", _number(row.get("lag_mean"), ".1f")),
+            ("longest gap", _ms(state.gap_at_update_s)),
             ("exposed", _ms(state.exposed_s(row.get("version")))),
             ("step", _number(row.get("step_s"), ".1f", " s")),
         ]

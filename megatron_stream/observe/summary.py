@@ -19,9 +19,10 @@ Event = dict[str, Any]
 def summarize(events: Sequence[Event], metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The summary of a run from `read_events` and `read_metrics`.
 
-    Names end in their unit; `lag_versions` is in versions, `reward_*` as the task scores,
-    `tokens_per_s` counts generated tokens. `rollbacks` counts each stage's. `preempted` requests and
-    prompts in `prefills_across_versions` have keys and values of more than one version; labels don't show it.
+    Names end in their unit. `stall_ms` is over the `stall_updates` that met a running request; `lag_versions` is
+    in versions, `reward_*` as the task scores; `tokens_per_s` counts generated tokens, `rollbacks` each stage's.
+    `preempted` requests and prompts in `prefills_across_versions` have keys and values of more than one
+    version; labels don't show it.
     """
     consumed = [e["args"] for e in events if e["track"] == "trainer" and e["name"] == "consumed"]
     rewards = [args["reward"] for args in consumed if args.get("reward") is not None]
@@ -32,6 +33,7 @@ def summarize(events: Sequence[Event], metrics: Sequence[dict[str, Any]]) -> dic
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
         "stall_ms": _p50_max(stalls_s(events).values()),
+        "stall_updates": len(stalls_s(events)) or None,
         "exposed_ms": _p50_max(exposed_s(events).values()),
         "lag_versions": _lag(consumed),
         "mixed_tokens": count_mixed_tokens(events),

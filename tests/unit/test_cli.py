@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("override", "message"),
     [
         ("trainer.optimzer.lr=1", "unknown configuration key trainer.optimzer.lr; did you mean trainer.optimizer.lr?"),
-        ("trainer.steps=many", "trainer.steps: Value 'many'"),
+        ("trainer.steps=many", "trainer.steps=many must be a whole number"),
         ("experiment=dmo", "no configuration experiment/dmo; available:"),
         ("trainer.micro_batch_size=5", "4 groups x 8 samples = 32, which trainer.micro_batch_size=5 does not divide"),
         ("actor.group_size=1", "use 2 or more"),
@@ -115,3 +115,25 @@ def test_sampling_from_a_part_of_the_vocabulary_is_refused(cut: str) -> None:
 def test_a_number_that_is_no_port() -> None:
     with pytest.raises(UserError, match=r"engine\.port=70000 is not a port"):
         load_config("rl", ["experiment=demo", "engine.port=70000"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("demo", "'demo' is not key=value; did you mean experiment=demo?"),
+        ("trainer.steps=abc", "trainer.steps=abc must be a whole number"),
+        ("trainer.optimizer.lr=fast", "trainer.optimizer.lr=fast must be a number"),
+        ("resume=maybe", "resume=maybe must be true or false"),
+    ],
+)
+def test_a_broken_override(override: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config("rl", ["experiment=demo", override])
+    assert message in str(error.value)
+
+
+def test_more_engine_stages_than_layers(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    error = fails(
+        capsys, "experiment=demo", f"model.path={model}", "engine.pipeline_parallel=9", f"dir={tmp_path / 'r'}"
+    )
+    assert "engine.pipeline_parallel=9 is more stages than the model's 4 layers" in error

@@ -41,7 +41,7 @@ def test_one_plain_line_per_finished_step(tmp_path, capsys):
         view.refresh()
         first, second = capsys.readouterr().out.splitlines()
         assert first == (
-            "step 1/3 reward 0.25 tokens/s 66 version 1 committed 2 lag 0.8 "
+            "step 1/3 reward 0.25 tokens/s 66 version 1 committed 2 lag 0.8 longest gap 170 ms "
             f"exposed {1000 * EXPOSED_S:.0f} ms step 21.3 s"
         )
         assert second.startswith("step 2/3")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 KEYS = {
     "steps", "versions_committed", "reward_first", "reward_last", "stall_ms", "exposed_ms", "lag_versions",
     "mixed_tokens", "wrong_labels", "tokens_per_s", "rollbacks", "peak_memory_gib", "preempted",
-    "prefills_across_versions",
+    "prefills_across_versions", "stall_updates",
 }  # fmt: skip
 
 
