@@ -170,10 +170,20 @@ def _model(arguments: argparse.Namespace) -> None:
 _COMMANDS = {"rl": _rl, "serve": _serve, "act": _act, "train-rl": _train_rl, "model": _model}
 
 
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Overrides may also follow options: argparse alone takes only those before the first option."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest):
+        return parser.parse_args(argv)  # says what is wrong
+    arguments.overrides += rest
+    return arguments
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command. A user's mistake is one line and exit code 2; a part that died is exit code 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         _COMMANDS[arguments.command](arguments)

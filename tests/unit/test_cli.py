@@ -137,3 +137,11 @@ def test_more_engine_stages_than_layers(capsys: pytest.CaptureFixture[str], mode
         capsys, "experiment=demo", f"model.path={model}", "engine.pipeline_parallel=9", f"dir={tmp_path / 'r'}"
     )
     assert "engine.pipeline_parallel=9 is more stages than the model's 4 layers" in error
+
+
+def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "experiment=demo", "--cfg", "trainer.steps=3"]) == 0
+    assert "steps: 3" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main(["rl", "experiment=demo", "--cgf", "trainer.steps=3"])
+    assert end.value.code == 2 and "--cgf" in capsys.readouterr().err
