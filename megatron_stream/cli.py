@@ -101,17 +101,13 @@ def _rl(arguments: argparse.Namespace) -> None:
     from megatron_stream.launch.supervisor import Supervisor
     from megatron_stream.model.hf import read_spec
     from megatron_stream.model.prepare import resolve_model
-    from megatron_stream.model.split import stage_layers
+    from megatron_stream.model.split import check_engine_stages, stage_layers
 
     config.model.path = str(resolve_model(config.model.path))
     config.dir = str(Path(config.dir).absolute())
     spec = read_spec(Path(config.model.path))
     stage_layers(spec, config.trainer.pipeline_parallel, 0)
-    if config.engine.pipeline_parallel > spec.num_layers:
-        raise UserError(
-            f"engine.pipeline_parallel={config.engine.pipeline_parallel} is more stages than the model's "
-            f"{spec.num_layers} layers"
-        )
+    check_engine_stages(spec, config.engine.pipeline_parallel)
     Supervisor(config).run()
 
 
@@ -119,9 +115,13 @@ def _serve(arguments: argparse.Namespace) -> None:
     from megatron_stream.engine.server import serve
     from megatron_stream.engine.settings import EngineSettings
     from megatron_stream.launch.ports import choose_ports
+    from megatron_stream.model.hf import read_spec
     from megatron_stream.model.prepare import resolve_model
+    from megatron_stream.model.split import check_engine_stages
 
     config = _load(arguments)
+    model = resolve_model(config.model.path)
+    check_engine_stages(read_spec(model), config.engine.pipeline_parallel)
     host = config.engine.host
     ports = choose_ports({"engine.port": (host, config.engine.port), "--control-port": (host, arguments.control_port)})
     config.engine.port = ports["engine.port"]
@@ -132,7 +132,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         deadline_s=config.stream.deadline_s,
     )
     print(f"engine http://{host}:{config.engine.port} control {settings.control_address}", flush=True)
-    serve(config.engine, resolve_model(config.model.path), settings)
+    serve(config.engine, model, settings)
 
 
 def _act(arguments: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ class StreamScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
-        self._events.instant("engine", "preempted", request=request.request_id)
+        self._events.instant("engine", "preempted", requests=[request.request_id])
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._user_salts.pop(request.request_id, None)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 WINDOW = 8  # steps of the running mean
 
@@ -18,10 +22,7 @@ _PANELS = (
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Mean of each value and up to `window` - 1 before it."""
-    return [
-        sum(values[max(0, i + 1 - window) : i + 1]) / len(values[max(0, i + 1 - window) : i + 1])
-        for i in range(len(values))
-    ]
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> bool:
@@ -29,9 +30,6 @@ def draw_curves(metrics: Sequence[dict[str, Any]], path: Path) -> bool:
     steps = [line for line in metrics if "step" in line]
     if not steps:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (key, title) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):

@@ -16,7 +16,7 @@ Vocabulary (track: names {args}); `stage` counts from 0:
   the number of the first batch that computes with this version. Instant `sampled` {batch, version,
   requests: [id]}: the last stage sampled one token of each request with this version, the truth that labels
   are checked against
-- `engine`: instants `tokens` {requests: [id], version}: one token of each request; `preempted` {request};
+- `engine`: instants `tokens` {requests: [id], version}: one token of each request; `preempted` {requests};
   `prefill across versions` {requests, version}: prompts of which a part was computed with older weights; `staged`
   {version}; span `commit` {version} from the request to the last worker's reply
 - `actor`: spans `request` {id, group, tokens, versions: [[version, start]]}, `reward` {group}

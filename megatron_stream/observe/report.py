@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 
 from megatron_stream.config import ObserveConfig
-from megatron_stream.observe.curves import draw_curves
 from megatron_stream.observe.events import read_events
 from megatron_stream.observe.metrics import read_metrics
 from megatron_stream.observe.summary import summarize
@@ -25,7 +24,9 @@ def write_reports(run_dir: Path, config: ObserveConfig) -> None:
     summary = summarize(events, metrics)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if config.pictures:
-        from megatron_stream.observe.timeline import draw_timeline  # matplotlib takes a second to import
+        # Only here: matplotlib takes a second to import, and a run would wait for it at its start.
+        from megatron_stream.observe.curves import draw_curves
+        from megatron_stream.observe.timeline import draw_timeline
 
         write_trace(events, run_dir / "trace.json")
         draw_timeline(events, run_dir / "timeline.png")

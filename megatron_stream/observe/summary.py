@@ -26,14 +26,15 @@ def summarize(events: Sequence[Event], metrics: Sequence[dict[str, Any]]) -> dic
     """
     consumed = [e["args"] for e in events if e["track"] == "trainer" and e["name"] == "consumed"]
     rewards = [args["reward"] for args in consumed if args.get("reward") is not None]
+    stalls = stalls_s(events).values()
     commits = {e["args"]["version"] for e in events if e["track"] == "engine" and e["name"] == "commit"}
     return {
         "steps": _largest(line.get("step") for line in metrics) or len(consumed) or None,
         "versions_committed": len(commits) if any(e["track"] == "engine" for e in events) else None,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
-        "stall_ms": _p50_max(stalls_s(events).values()),
-        "stall_updates": len(stalls_s(events)) or None,
+        "stall_ms": _p50_max(stalls),
+        "stall_updates": len(stalls) or None,
         "exposed_ms": _p50_max(exposed_s(events).values()),
         "lag_versions": _lag(consumed),
         "mixed_tokens": count_mixed_tokens(events),
@@ -101,7 +102,7 @@ def _rollbacks(events: Sequence[Event]) -> int | None:
 def _engine_count(events: Sequence[Event], name: str) -> int | None:
     """Requests in the engine's instants of this name; None when no engine wrote any event."""
     own = [e for e in events if e["track"] == "engine"]
-    return sum(len(e["args"].get("requests", [""])) for e in own if e["name"] == name) if own else None
+    return sum(len(e["args"]["requests"]) for e in own if e["name"] == name) if own else None
 
 
 def _lag(consumed: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -16,6 +16,7 @@ from megatron_stream.rl.types import Completion
 
 REQUEST_DEADLINE_S = 600.0
 _READY_POLL_S = 0.5
+_STATUS_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 _NO_LOGPROB = -9999.0  # what vLLM sends for nan, -inf or a missing log-probability
 
@@ -56,7 +57,7 @@ class GenerateClient:
         deadline = time.monotonic() + deadline_s
         while not stop.is_set():
             try:
-                async with self._session.get(f"{self.base_url}/stream/status") as response:
+                async with self._session.get(f"{self.base_url}/stream/status", timeout=_STATUS_TIMEOUT) as response:
                     if response.status == 200 and (await response.json())["ready"]:
                         return
             except (aiohttp.ClientError, TimeoutError):

@@ -100,6 +100,16 @@ def test_a_run_trains_streams_and_reports(finished: tuple[Path, str]) -> None:
     assert "step 4/4" in output
 
 
+def test_a_run_goes_on_where_it_stopped(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """From its checkpoint; the fresh engine follows the trainer's version."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    finish(run_dir, "resume=true", "trainer.steps=6")
+    assert [line["step"] for line in step_lines(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert [line["version"] for line in step_lines(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((run_dir / "summary.json").read_text())["wrong_labels"] == 0
+
+
 @pytest.mark.parametrize(
     ("part", "pattern"), [("engine", r"cli serve"), ("trainer", r"cli train-rl .*--engine"), ("actor", r"cli act")]
 )

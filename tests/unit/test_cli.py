@@ -137,6 +137,8 @@ def test_more_engine_stages_than_layers(capsys: pytest.CaptureFixture[str], mode
         capsys, "experiment=demo", f"model.path={model}", "engine.pipeline_parallel=9", f"dir={tmp_path / 'r'}"
     )
     assert "engine.pipeline_parallel=9 is more stages than the model's 4 layers" in error
+    assert main(["serve", "experiment=demo", f"model.path={model}", "engine.pipeline_parallel=9"]) == 2
+    assert "engine.pipeline_parallel=9 is more stages than the model's 4 layers" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_a_run_without_faults():
 
 def test_requests_with_keys_of_more_than_one_version_are_counted():
     odd = [
-        event("engine", "preempted", 1.0, request="a"),
+        event("engine", "preempted", 1.0, requests=["a"]),
         event("engine", "prefill across versions", 2.0, requests=["b", "c"], version=1),
     ]
     summary = summarize(run(steps=2) + odd, [])
