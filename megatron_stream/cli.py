@@ -39,6 +39,16 @@ example (one process a pipeline stage):
 """
 
 
+_EXACT_EPILOG = """\
+Trains small models 20 steps (--quick: 10) in up to four processes, by stock Megatron-core and by ours, and
+compares all weights, optimizer states, norms and skipped steps. Exit code 1 when anything differs.
+
+examples:
+  megatron-stream check exact --quick
+  megatron-stream check exact --only "pp2 vp2" --json exact.json
+"""
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -77,6 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     for command in (rl, serve, act, train):
         command.add_argument("--config", type=Path, help="a run's config.yaml instead of configs/rl.yaml")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="configuration overrides")
+
+    check = commands.add_parser("check", help="prove a claim on this machine").add_subparsers(
+        dest="check", required=True, metavar="CLAIM"
+    )
+    exact = check.add_parser(
+        "exact",
+        help="per-stage stepping against stock Megatron-core, bit by bit",
+        epilog=_EXACT_EPILOG,
+        formatter_class=raw,
+    )
+    exact.add_argument("--quick", action="store_true", help="every axis once instead of the full grid")
+    exact.add_argument("--only", metavar="TEXT", default="", help="the cases whose name has TEXT in it")
+    exact.add_argument("--json", metavar="FILE", type=Path, help="write the results there, too")
 
     model = commands.add_parser("model", help="make or check a model folder and print its path")
     model.add_argument("name", help="smollm2-135m-instruct, tiny, tiny-untied, or a Hugging Face folder")
@@ -161,13 +184,23 @@ def _train_rl(arguments: argparse.Namespace) -> None:
     train_rl(config, resolve_model(config.model.path), arguments.engine)
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    from megatron_stream.check.exact_case import full_grid, quick_grid
+    from megatron_stream.check.exact_report import run_exact
+
+    cases = [case for case in (quick_grid() if arguments.quick else full_grid()) if arguments.only in case.name]
+    if not cases:
+        raise UserError(f"--only {arguments.only!r} names no case; try 'pp2', 'vp2', 'moe' or 'clip inf'")
+    run_exact(cases, arguments.json)
+
+
 def _model(arguments: argparse.Namespace) -> None:
     from megatron_stream.model.prepare import resolve_model
 
     print(resolve_model(arguments.name))
 
 
-_COMMANDS = {"rl": _rl, "serve": _serve, "act": _act, "train-rl": _train_rl, "model": _model}
+_COMMANDS = {"rl": _rl, "serve": _serve, "act": _act, "train-rl": _train_rl, "check": _check, "model": _model}
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -80,6 +80,24 @@ def _type_naming_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _mixture_of_experts_on_cpu() -> None:
+    """Two places in megatron/core/transformer/moe that only work with a GPU."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # moe_utils.py asks for a name that only its successful import of Transformer Engine defines.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    # token_dispatcher.py makes lists of sizes from GPU tensors only.
+    original = moe_utils.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
 def enable_cpu() -> None:
     """Make the rest of this process run Megatron-core on the CPU. A second call does nothing.
 
@@ -116,3 +134,4 @@ def enable_cpu() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _type_naming_cuda(torch.Tensor.type)  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    _mixture_of_experts_on_cpu()  # last: it imports megatron.core

@@ -21,6 +21,7 @@ from megatron_stream.model.hf import ModelSpec
 from megatron_stream.observe.events import EventLog
 from megatron_stream.stream.control import ControlClient
 from megatron_stream.stream.lane import LaneError, LaneSender
+from megatron_stream.stream.listener import StepListener
 from megatron_stream.stream.messages import (
     Begin,
     Committed,
@@ -235,8 +236,8 @@ class EngineLink:
         return True
 
 
-class Sender:
-    """All links of one trainer rank: a `StepListener` for the stage optimizer."""
+class Sender(StepListener):
+    """All links of one trainer rank, told by the stage optimizer."""
 
     def __init__(self, links: Sequence[EngineLink]) -> None:
         self.links = list(links)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron_stream.model.hf import ModelSpec, read_spec
 from megatron_stream.model.split import stage_layers
 from megatron_stream.observe.events import EventLog
 from megatron_stream.observe.metrics import Metrics
+from megatron_stream.platform.quiet import quiet_megatron
 from megatron_stream.rl.batch import Batch, build_microbatches
 from megatron_stream.rl.samples import SqliteSampleStream, stream_path
 from megatron_stream.rl.types import Group
@@ -26,7 +26,7 @@ from megatron_stream.stream.sender import EngineLink, Sender
 from megatron_stream.train import checkpoint
 from megatron_stream.train.optimizer import build_optimizer, learning_rate, wrap_ddp
 from megatron_stream.train.parallel import finalize, initialize
-from megatron_stream.train.stage_optimizer import StageOptimizer
+from megatron_stream.train.stage_optimizer import StageOptimizer, Stepping
 from megatron_stream.train.step import LossSettings, run_schedule
 from megatron_stream.train.timers import EventTimers
 
@@ -71,7 +71,7 @@ class Trainer:
             megatron,
             [self.ddp],
             self.groups,
-            optimistic=config.trainer.optimizer.stepping == "optimistic",
+            Stepping(mode=config.trainer.optimizer.stepping),
             events=self.events,
             version=self.progress.version,
         )
@@ -90,10 +90,7 @@ class Trainer:
             for stage in range(stages)
         }
         parameters = {name: p.data for name, p in self.model.named_parameters()}
-        late = self.optimizer.late_names()
-        units = {self.optimizer.unit: [name for name in parameters if name not in late]}
-        if self.optimizer.late_unit:
-            units[self.optimizer.late_unit] = sorted(late)
+        units = {unit.name: unit.names for unit in self.optimizer.units.all()}
         links = [
             EngineLink(
                 address,
@@ -115,9 +112,9 @@ class Trainer:
 
     def publish_current(self) -> None:
         """Send the weights as they are: an engine that loaded version 0 follows a resumed trainer."""
-        for unit in filter(None, (self.optimizer.unit, self.optimizer.late_unit)):
-            self.sender.stepped(unit, self.progress.version, 0)
-            self.sender.validated(unit, self.progress.version, 0)
+        for unit in self.optimizer.units.all():
+            self.sender.stepped(unit.name, self.progress.version, 0)
+            self.sender.validated(unit.name, self.progress.version, 0)
 
     def run(self) -> None:
         if self.progress.version > 0:
@@ -179,7 +176,7 @@ class Trainer:
         return [Group.from_json(data) for data in message[0]]
 
     def _report(
-        self, batch: Batch, losses: dict[str, float], lr: float, norm: float, waited: float, took: float
+        self, batch: Batch, losses: dict[str, float], lr: float, norm: float | None, waited: float, took: float
     ) -> None:
         if self.metrics is None:
             return
@@ -217,9 +214,7 @@ class Trainer:
 
 def train_rl(config: RunConfig, model_path: Path, engines: list[str]) -> None:
     """Entry of one trainer rank. `engines`: control addresses (`tcp://host:port`)."""
-    # Megatron-core says in six places that optional packages are missing, and prints its buckets.
-    warnings.filterwarnings("ignore", category=UserWarning)
-    logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    quiet_megatron()
     if not torch.cuda.is_available():
         from megatron_stream.platform.cpu import enable_cpu
 

@@ -1,75 +1,71 @@
-"""Stepping each pipeline stage right after its last backward, bitwise equal to stock Megatron.
+"""Stepping each part of a pipeline stage as soon as its gradients are final, bitwise equal to stock Megatron.
 
-Stock Megatron waits for the gradient norm of all stages before any stage may step. Here a stage joins a
-non-blocking all-reduce of its part of the squared norm, steps as if no clipping will happen, and goes on
+Stock Megatron waits for the gradient norm of all stages before any stage may step. Here a rank steps a unit
+(see `units.py`) as if no clipping will happen, joins a non-blocking all-reduce of the norm, and goes on
 (optimizer post-validation, Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241). When the norm is
 known the step is validated, or rolled back from an exact copy and redone with the clip coefficient.
 
-Units of a stage: `stage S` steps after its last backward. `stage S late` holds the output layer's copy of a
-tied embedding: its gradient needs the first stage, so it steps in `step()`, when the verdict is known. The
-first stage finishes its backward last, has nothing to gain from optimism, and steps once, in `step()`.
+What steps after the verdict anyway: the late unit, and what ends with the first stage, whose backward ends last.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_stream.observe.events import EventLog
+from megatron_stream.stream.listener import StepListener
+from megatron_stream.train.grad_stats import GradStats, Verdict, unscale
+from megatron_stream.train.hooks import GroupOfOne, Reduced, attach_buckets, attach_chunks, attach_finalize
 from megatron_stream.train.optimism import Optimism
+from megatron_stream.train.saved_state import SavedState
+from megatron_stream.train.shards import chain_of, check_supported, shards_of
+from megatron_stream.train.units import Unit, make_units
 
 logger = logging.getLogger("megatron_stream.trainer")
 
 
-class StepListener(Protocol):
-    """Told about every unit's weights. Version: the one that the step makes."""
-
-    def before_change(self, unit: str) -> None:
-        """The unit's weights are about to be overwritten; returns when nobody reads them any more."""
-
-    def stepped(self, unit: str, version: int, attempt: int) -> None:
-        """The unit's weights are those of `version`, not yet validated: they may be sent, not committed."""
-
-    def validated(self, unit: str, version: int, attempt: int) -> None:
-        """The global norm accepted this attempt."""
-
-
-@dataclass
-class Verdict:
-    """What the global gradient norm says. `accepted`: a step without clipping was right."""
-
-    norm: float
-    clip: float
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.norm)
-
-    @property
-    def accepted(self) -> bool:
-        # The same comparison as megatron/core/optimizer/clip_grads.py, clip_grad_by_total_norm_fp32.
-        return self.finite and not (self.clip > 0 and self.clip / (self.norm + 1.0e-6) < 1.0)
+def _refuse_swapped_messages(config: Any, groups: Any, num_chunks: int) -> None:
+    """Interleaved stages send two messages at once to the same rank; Megatron takes one for the other where it
+    exchanges their shapes first, and on gloo in its batched form (DESIGN 5.4): a hang, or wrong gradients."""
+    if num_chunks == 1:
+        return
+    two, gloo = groups.pp.size() == 2, torch.distributed.get_backend(groups.pp) == "gloo"
+    for setting, wrong in (
+        ("variable_seq_lengths", config.variable_seq_lengths and (two or gloo)),
+        ("batch_p2p_comm", config.batch_p2p_comm and two and gloo),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{setting}=True confuses the messages of interleaved stages in this layout, without an error: "
+                "set it to False" + (" and pad the sequences" if setting == "variable_seq_lengths" else "")
+            )
 
 
-class _GroupOfOne:
-    """What finalize_model_grads takes for an embedding group without peers (it asks for the size only)."""
+def _size(groups: Any, name: str) -> int:
+    group = getattr(groups, name, None)
+    return 1 if group is None else int(group.size())
 
-    def size(self) -> int:
-        return 1
+
+@dataclass(frozen=True)
+class Stepping:
+    """`mode` optimistic: before the norm is known, falling back to barrier while most steps are rolled back.
+    barrier: after it, as stock. `copy_to`: where the copy for a rollback lies, device or host."""
+
+    mode: str = "optimistic"
+    copy_to: str = "device"
 
 
 class StageOptimizer:
-    """Wraps Megatron's optimizer of one rank; `step` and `zero_grad` as before, the rest by hook.
+    """Wraps what `get_megatron_optimizer` returned; everything that is not here is the wrapped optimizer's.
 
-    `optimizer` is what `get_megatron_optimizer` returned: a ChainedOptimizer of one distributed optimizer.
-    A step whose gradients are inf or nan is skipped on every stage, and changes no version.
+    A step whose gradients are inf or nan is skipped on every stage, and changes no version. With a loss scaler
+    stock does the same; without one stock would write nan into the weights.
 
     Raises:
         ValueError: for a set-up in which the step could not be exact.
@@ -78,170 +74,201 @@ class StageOptimizer:
     def __init__(
         self,
         optimizer: Any,
-        chunks: list[Any],
+        chunks: Sequence[Any],
         groups: Any,
+        stepping: Stepping | None = None,
         *,
-        optimistic: bool,
         listener: StepListener | None = None,
         events: EventLog | None = None,
         version: int = 0,
     ) -> None:
-        inner = getattr(optimizer, "chained_optimizers", [optimizer])
-        if len(inner) != 1 or len(chunks) != 1:
-            raise ValueError("StageOptimizer steps dense models with one chunk a rank; use stepping=barrier")
-        if groups.dp_cp.size() > 1:
-            raise ValueError("StageOptimizer needs data-parallel size 1 in this release")
-        if inner[0].grad_scaler is not None:
-            raise ValueError("StageOptimizer does not support a loss scaler (fp16); use bfloat16 or float32")
+        stepping = stepping or Stepping()
+        check_supported(optimizer, chunks)
+        config = chunks[0].config
+        self._per_token = config.calculate_per_token_loss
+        if self._per_token and stepping.mode == "optimistic":
+            raise ValueError(
+                "calculate_per_token_loss divides gradients by a number that the last stage broadcasts at the end; "
+                "divide the loss by the step's tokens instead, or use mode=barrier"
+            )
+        if config.mtp_num_layers or getattr(config, "has_cond_embedder", False) or _size(groups, "pos_embd") > 1:
+            raise ValueError("per-stage stepping does not support embeddings shared by middle stages")
+        _refuse_swapped_messages(config, groups, len(chunks))
         self.optimizer = optimizer
         self.version = version
         self.rollbacks = 0
-        self.listener = listener
-        self._inner = inner[0]
-        self._chunk = chunks[0]
+        self.listener = listener or StepListener()
+        self._chunks = list(chunks)
         self._groups = groups
         self._events = events or EventLog(None)
         self._stage = groups.pp.rank()
-        # The first stage would gain nothing: it ends its backward last, when all other parts of the norm are in.
-        self._optimism = Optimism() if optimistic and self._stage > 0 else None
-        self._late = self._late_parameters()
-        self._early = [p for p in self._inner.get_parameters() if id(p) not in {id(q) for q in self._late}]
-        self._saved: list[torch.Tensor] = []
-        self._norm: tuple[torch.Tensor, dist.Work] | None = None
+        self._track = f"trainer stage {self._stage}"
+        self._chain = chain_of(optimizer)
+        self.units = make_units(shards_of(optimizer, chunks), chunks, config, groups, exchange=not self._per_token)
+        self._by_key = {id(unit.key) if len(chunks) == 1 else unit.key: unit for unit in self.units.early}
+        # What ends with the first stage gains nothing: all other parts of the norm are in by then.
+        self._early_end = self._stage > 0
+        self._optimism = None
+        if stepping.mode == "optimistic" and (self._early_end or self.units.early):
+            self._optimism = Optimism()
+        self._saved = SavedState(self._chain, stepping.copy_to)
+        self._steps_before: list[Any] = []
+        self._stats: GradStats | None = None
+        self._reduced: set[int] = set()
+        self._pending: list[Unit] = []
         self._attempt = 0
-        self._took_step = False
+        self._open = False
+        self._hooks: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
 
     @property
-    def unit(self) -> str:
-        return f"stage {self._stage}"
+    def copy_bytes(self) -> int:
+        """Memory that the copy for a rollback takes on this rank."""
+        return self._saved.nbytes
 
-    @property
-    def late_unit(self) -> str | None:
-        return f"stage {self._stage} late" if self._late else None
+    def attach(self, config: Any) -> None:
+        """Put our hooks where the schedule finishes gradients."""
+        attach_finalize(config, self._finish_backward)
+        if len(self._chunks) > 1 and self._optimism is not None:
+            attach_chunks(config, self._chunks, self._chunk_done)
+        elif self.units.early and self._optimism is not None:
+            self._hooks = attach_buckets(self._chunks[0], self._bucket_started)
 
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
+    def detach(self) -> None:
+        """Let go of the model: autograd's nodes hold our hooks, where no garbage collector looks."""
+        self._hooks.clear()
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
+    # --- during the backward ---
 
-    def attach(self, model_config: Any) -> None:
-        """Put our hook where the schedule finishes a stage's gradients."""
-        model_config.finalize_model_grads_func = self.finish_backward
+    def _open_step(self) -> None:
+        if self._open:
+            return
+        self._open = True
+        self._attempt += 1  # never reused: a skipped step's version is stepped again
+        # Fused optimizers count steps by group, and would count each unit's.
+        self._steps_before = [
+            [copy.deepcopy(group.get("step")) for group in inner.optimizer.param_groups] for inner in self._chain
+        ]
+        for inner in self._chain:
+            if inner.grad_scaler is not None:
+                inner.found_inf.fill_(0.0)
 
-    def late_names(self) -> set[str]:
-        """Names of the model parameters in the late unit."""
-        return {"output_layer.weight"} if self._late else set()
+    def _chunk_done(self, index: int) -> None:
+        unit = self._by_key.get(index)
+        if unit is None or self._optimism is None or not self._optimism.on:
+            return
+        self._chunks[index].finish_grad_sync()
+        self._reduced.add(index)
+        self._step_early(unit)
 
-    def _late_parameters(self) -> list[torch.Tensor]:
-        """Shards of the tied output layer on the last stage."""
-        stages, model = self._groups.pp.size(), self._chunk.module
-        if stages == 1 or self._stage != stages - 1 or not model.share_embeddings_and_output_weights:
-            return []
-        tied = model.shared_embedding_or_output_weight()
-        pairs = zip(
-            self._inner.model_float16_groups + self._inner.model_fp32_groups,
-            self._inner.shard_fp32_from_float16_groups + self._inner.shard_fp32_groups,
-            strict=True,
-        )
-        shards = [s for group, own in pairs for p, s in zip(group, own, strict=True) if p is tied]
-        assert len(shards) == 1, "the tied output layer is not in the optimizer"
-        return shards
+    def _bucket_started(self, group: Any) -> None:
+        """Step the bucket before this one, whose reduction had this bucket's backward to end in."""
+        unit = self._by_key.get(id(group))
+        if unit is None or self._optimism is None or not self._optimism.on:
+            return
+        for ready in self._pending:
+            ready.key.grad_reduce_handle.wait()
+            self._step_early(ready)
+        self._pending = [unit]
 
-    # --- after the last backward of this stage, called by Megatron's schedule ---
+    @torch.no_grad()
+    def _step_early(self, unit: Unit) -> None:
+        self._open_step()
+        self._take_gradients(unit)
+        self.listener.before_change(unit.name)
+        self._saved.save(unit)
+        self._apply(unit, optimistic=True)
 
-    def finish_backward(
+    @torch.no_grad()
+    def _take_gradients(self, unit: Unit, found_inf: list[torch.Tensor] | None = None) -> None:
+        for shard in unit.shards:
+            shard.take_gradient()
+        for number, inner in enumerate(self._chain):
+            mains = [shard.main for shard in unit.shards if shard.optimizer == number]
+            if inner.grad_scaler is not None and mains:
+                unscale(mains, inner.grad_scaler, found_inf[number] if found_inf else inner.found_inf)
+
+    # --- after the last backward of this rank, called by Megatron's schedule ---
+
+    @torch.no_grad()
+    def _finish_backward(
         self, model: list[Any], num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: bool = False
     ) -> None:
-        """Stock `finalize_model_grads`, then the step of everything whose gradient is final."""
+        """Stock `finalize_model_grads`, then the step of what is final now."""
         from megatron.core.distributed import finalize_model_grads
 
-        assert num_tokens is None, "count loss tokens before the schedule (calculate_per_token_loss=False)"
         groups = copy.copy(pg_collection or self._groups)
-        if self._late:
+        if self.units.late.shards:
             # The exchange with the first stage would hold this stage back; step() makes it up.
-            groups.embd = _GroupOfOne()
-        finalize_model_grads(model, None, groups, force_all_reduce)
-        self._inner._copy_model_grads_to_main_grads()
-        self._norm = self._start_norm()
-        self._attempt += 1  # never reused: a skipped step's version is stepped again
-        self._took_step = False
-        if self._optimism is not None and self._optimism.on:
-            self._before_change(self.unit)
-            self._save()
-            self._apply(self.unit, self._early, optimistic=True)
-            self._took_step = True
-            self._tell_stepped(self.unit)
+            groups.embd = GroupOfOne()
+        chunks = [Reduced(chunk) if index in self._reduced else chunk for index, chunk in enumerate(model)]
+        finalize_model_grads(chunks, num_tokens, groups, force_all_reduce)
+        self._reduced.clear()
+        self._pending.clear()
+        self._open_step()
+        for unit in (*self.units.early, self.units.stage):
+            if not unit.stepped:
+                self._take_gradients(unit)
+        self._stats = self._start_stats()
+        if self._early_end and self._optimism is not None and self._optimism.on:
+            for unit in (*self.units.early, self.units.stage):
+                if unit.shards and not unit.stepped:
+                    self.listener.before_change(unit.name)
+                    self._saved.save(unit)
+                    self._apply(unit, optimistic=True)
 
-    def _start_norm(self) -> tuple[torch.Tensor, dist.Work]:
-        """This rank's part of the squared norm, on its way into the sum over all ranks.
-
-        The same functions, order and group as get_grad_norm_fp32 (megatron/core/optimizer/clip_grads.py), so
-        that the sum is bitwise the same. The tied copy does not count: its owner is the first stage.
-        """
-        from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
-
-        grads = self._inner.get_main_grads_for_grad_norm()
-        if grads:
-            overflow = torch.zeros(1, dtype=torch.int, device=grads[0].device)
-            norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [grads], False)
-        else:
-            norm = torch.zeros(1, dtype=torch.float, device=self._early[0].device)
-        squared = norm**2.0
-        group = self._inner.get_grad_stats_parallel_group()
-        return squared, dist.all_reduce(squared, dist.ReduceOp.SUM, group=group, async_op=True)
+    def _start_stats(self) -> GradStats:
+        return GradStats(self._chain, self.optimizer.config.clip_grad)
 
     # --- where the training loop calls the optimizer ---
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float, int | None]:
-        """Finish the step: (weights changed, gradient norm, None), as Megatron's optimizers return it."""
-        assert self._norm is not None, "step() without a finished backward; is the hook attached?"
-        if self._late:
+    def step(self) -> tuple[bool, float | None, Any]:
+        """Finish the step: (weights changed, gradient norm, zeros in the gradients), as Megatron's optimizers."""
+        assert self._stats is not None, "step() without a finished backward; is the hook attached?"
+        if self.units.late.shards:
             self._exchange_tied_gradient()
-        verdict = self._wait_for_verdict()
+        verdict = self._wait_for_verdict(self._stats)
+        self._stats, self._open = None, False
         self._consider(verdict)
-        if not verdict.accepted and self._took_step:
+        for inner, found in zip(self._chain, verdict.found_inf or [], strict=False):
+            inner.grad_scaler.update(found)
+        if not verdict.accepted:
             self._roll_back()
-        if not verdict.finite:
-            return False, verdict.norm, None
-        if not self._took_step:
-            self._clip(self._early, verdict)
-            self._before_change(self.unit)
-            self._apply(self.unit, self._early, optimistic=False)
-            self._tell_stepped(self.unit)
-        self._tell_validated(self.unit)
-        if self._late:
-            assert self.late_unit is not None
-            self._clip(self._late, verdict)
-            self._before_change(self.late_unit)
-            self._apply(self.late_unit, self._late, optimistic=False)
-            self._tell_stepped(self.late_unit)
-            self._tell_validated(self.late_unit)
+        if verdict.skipped:
+            return False, None if verdict.found_inf else verdict.norm, None
+        if not verdict.accepted:
+            self._clip(verdict)
+        zeros = self.optimizer.count_zeros() if self.optimizer.config.log_num_zeros_in_grad else None
+        for unit in self.units.all():
+            if not unit.stepped:
+                self.listener.before_change(unit.name)
+                self._apply(unit, optimistic=False)
+            unit.stepped = False
+            self.listener.validated(unit.name, self.version + 1, self._attempt)
+        for chunk in self._chunks:
+            if not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
         self.version += 1
-        return True, verdict.norm, None
+        return True, verdict.norm, zeros
 
     def _exchange_tied_gradient(self) -> None:
         from megatron.core.distributed.finalize_model_grads import _allreduce_word_embedding_grads
 
-        _allreduce_word_embedding_grads([self._chunk], self._chunk.config, self._groups.embd, self._groups.pp)
-        self._inner._copy_model_grads_to_main_grads()
+        config = self._chunks[0].config
+        _allreduce_word_embedding_grads(self._chunks, config, self._groups.embd, self._groups.pp)
+        # The first stage has the same sum, and its flag.
+        unused = [torch.zeros(1, device=torch.cuda.current_device()) for _ in self._chain]
+        self._take_gradients(self.units.late, unused)
 
-    def _wait_for_verdict(self) -> Verdict:
-        assert self._norm is not None
-        squared, work = self._norm
-        with self._events.span(f"trainer stage {self._stage}", "wait verdict", version=self.version + 1):
-            work.wait()
-        self._norm = None
-        verdict = Verdict(squared.item() ** 0.5, self._inner.config.clip_grad)
-        self._events.instant(
-            f"trainer stage {self._stage}",
-            "validated",
-            version=self.version + 1,
-            norm=verdict.norm,
-            clipped=not verdict.accepted,
-        )
+    def _wait_for_verdict(self, stats: GradStats) -> Verdict:
+        version = self.version + 1
+        with self._events.span(self._track, "wait verdict", version=version):
+            verdict = stats.wait()
+        clipped = not verdict.accepted
+        self._events.instant(self._track, "validated", version=version, norm=verdict.norm, clipped=clipped)
         return verdict
 
     def _consider(self, verdict: Verdict) -> None:
@@ -253,75 +280,52 @@ class StageOptimizer:
                 "before the norm is known" if self._optimism.on else "after the norm is known",
             )
 
-    def _clip(self, parameters: list[torch.Tensor], verdict: Verdict) -> None:
+    def _clip(self, verdict: Verdict) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        if verdict.clip > 0:
-            clip_grad_by_total_norm_fp32(parameters, verdict.clip, verdict.norm)
+        for inner in self._chain:
+            if parameters := inner.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, verdict.clip, verdict.norm)
 
-    def _apply(self, unit: str, parameters: list[torch.Tensor], optimistic: bool) -> None:
-        """Step `parameters` only, then copy main parameters into the model's."""
-        with self._events.span(
-            f"trainer stage {self._stage}",
-            "optimizer step",
-            version=self.version + 1,
-            unit=unit,
-            optimistic=optimistic,
-        ):
-            chosen = {id(p) for p in parameters}
-            others = [p for p in self._inner.get_parameters() if id(p) not in chosen]
-            self._hide(others, self._inner.optimizer.step)
-            self._inner._copy_main_params_to_model_params()
-
-    @staticmethod
-    def _hide(parameters: list[torch.Tensor], action: Callable[[], Any]) -> None:
-        """Run `action` while `parameters` have no gradient: torch optimizers leave those alone."""
-        grads = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        try:
-            action()
-        finally:
-            for p, grad in zip(parameters, grads, strict=True):
-                p.grad = grad
-
-    # --- the exact copy ---
-
-    def _state(self) -> list[torch.Tensor]:
-        """Every tensor that the step of the early parameters changes."""
-        state = self._inner.optimizer.state
-        tensors = [p.data for p in self._early]
-        for p in self._early:
-            tensors += [value for value in state.get(p, {}).values() if isinstance(value, torch.Tensor)]
-        return tensors
-
-    def _save(self) -> None:
-        tensors = self._state()
-        if [t.shape for t in tensors] != [t.shape for t in self._saved]:
-            self._saved = [torch.empty_like(t) for t in tensors]
-        torch._foreach_copy_(self._saved, tensors)
+    def _apply(self, unit: Unit, optimistic: bool) -> None:
+        """Step the unit's parameters only: torch's optimizers leave those without a gradient alone."""
+        version = self.version + 1
+        with self._events.span(self._track, "optimizer step", version=version, unit=unit.name, optimistic=optimistic):
+            own = {id(shard.main) for shard in unit.shards}
+            for inner, before in zip(self._chain, self._steps_before, strict=True):
+                hidden = {p: p.grad for p in inner.get_parameters() if id(p) not in own}
+                if len(hidden) == len(inner.get_parameters()):
+                    continue
+                for group, step in zip(inner.optimizer.param_groups, before, strict=True):
+                    if step is not None:
+                        group["step"] = copy.deepcopy(step)
+                try:
+                    for parameter in hidden:
+                        parameter.grad = None
+                    inner.optimizer.step()
+                finally:
+                    for parameter, grad in hidden.items():
+                        parameter.grad = grad
+            for shard in unit.shards:
+                shard.publish()
+        unit.stepped = True
+        self.listener.stepped(unit.name, version, self._attempt)
 
     def _roll_back(self) -> None:
+        """Take back what was stepped early."""
+        stepped = [unit for unit in self.units.all() if unit.stepped]
+        if not stepped:
+            return
         self.rollbacks += 1
-        with self._events.span(f"trainer stage {self._stage}", "rollback", version=self.version + 1, unit=self.unit):
-            self._before_change(self.unit)
-            if len(self._saved) == len(self._early):
-                self._inner.optimizer.state.clear()  # it was the first step: there was no state before it
-                torch._foreach_copy_([p.data for p in self._early], self._saved)
-            else:
-                torch._foreach_copy_(self._state(), self._saved)
-            self._inner._copy_main_params_to_model_params()
-        self._took_step = False
+        for unit in stepped:
+            with self._events.span(self._track, "rollback", version=self.version + 1, unit=unit.name):
+                self.listener.before_change(unit.name)
+                self._saved.restore(unit)
+                for shard in unit.shards:
+                    shard.publish()
+            unit.stepped = False
+        for inner, before in zip(self._chain, self._steps_before, strict=True):
+            for group, step in zip(inner.optimizer.param_groups, before, strict=True):
+                if step is not None:
+                    group["step"] = step
         self._attempt += 1
-
-    def _before_change(self, unit: str) -> None:
-        if self.listener is not None:
-            self.listener.before_change(unit)
-
-    def _tell_stepped(self, unit: str) -> None:
-        if self.listener is not None:
-            self.listener.stepped(unit, self.version + 1, self._attempt)
-
-    def _tell_validated(self, unit: str) -> None:
-        if self.listener is not None:
-            self.listener.validated(unit, self.version + 1, self._attempt)

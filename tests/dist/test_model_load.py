@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import run_distributed
+from megatron_stream.check.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -50,7 +50,7 @@ def _logits(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("name", "stages"), [("tiny", 2), ("tiny-untied", 2), ("tiny", 1)])
-def test_logits_equal_transformers(name: str, stages: int) -> None:
+def test_logits_equal_transformers(ranks: Ranks, name: str, stages: int) -> None:
     from transformers import AutoModelForCausalLM
 
     from megatron_stream.model.prepare import resolve_model
@@ -58,6 +58,6 @@ def test_logits_equal_transformers(name: str, stages: int) -> None:
     folder = resolve_model(name)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(TOKENS)).logits
-    actual = run_distributed(_logits, stages, folder)[-1]
+    actual = ranks.call(stages, _logits, folder)[-1]
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() < 1e-4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness import run_distributed
+from megatron_stream.check.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -23,10 +23,10 @@ def _logprobs(logits_bsv: torch.Tensor, targets_bs: torch.Tensor, temperature: f
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_they_are_of_the_scaled_logits(tensor: int) -> None:
+def test_they_are_of_the_scaled_logits(ranks: Ranks, tensor: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = 4 * torch.randn(2, 3, 10, generator=generator)
     targets = torch.tensor([[1, 9, 4], [0, 5, 6]])
     expected = (logits / 0.6).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    for actual in run_distributed(_logprobs, tensor, logits, targets, 0.6):
+    for actual in ranks.call(tensor, _logprobs, logits, targets, 0.6):
         assert torch.allclose(actual, expected, atol=1e-5)

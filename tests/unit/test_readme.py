@@ -46,8 +46,9 @@ def test_a_command_exists(page: str, command: str, capsys: pytest.CaptureFixture
         overrides = [word for word in arguments if "=" in word and not word.startswith("--")]
         assert main(["rl", "--cfg", *overrides]) == 0, capsys.readouterr().err
     options = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    depth = 2 if arguments[0] == "check" else 1
     with pytest.raises(SystemExit) as end:
-        main([arguments[0], "--help"])
+        main([*arguments[:depth], "--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert all(option in text for option in options)
