@@ -49,6 +49,17 @@ examples:
 """
 
 
+_STEP_EPILOG = """\
+Trains one model in one gloo process a rank, stepped in turns by stock Megatron-core, by us after the norm is known
+(barrier) and before (optimistic), each with and without sending the new weights to another process.
+
+examples:
+  megatron-stream bench step                        two stages
+  megatron-stream bench step --pp 4 --json step.json
+  megatron-stream bench step --pp 2 --vp 2 --quick
+"""
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -100,6 +111,31 @@ def _parser() -> argparse.ArgumentParser:
     exact.add_argument("--quick", action="store_true", help="every axis once instead of the full grid")
     exact.add_argument("--only", metavar="TEXT", default="", help="the cases whose name has TEXT in it")
     exact.add_argument("--json", metavar="FILE", type=Path, help="write the results there, too")
+
+    bench = commands.add_parser("bench", help="measure a claim on this machine").add_subparsers(
+        dest="bench", required=True, metavar="CLAIM"
+    )
+    step = bench.add_parser(
+        "step",
+        help="exposed time and step time of per-stage stepping against stock Megatron-core",
+        epilog=_STEP_EPILOG,
+        formatter_class=raw,
+    )
+    for name, default, what in (
+        ("pp", 2, "pipeline stages"),
+        ("vp", 1, "model chunks of each stage"),
+        ("tp", 1, "tensor-parallel ranks"),
+        ("dp", 1, "data-parallel ranks"),
+        ("microbatches", 8, "microbatches of a step"),
+        ("length", 128, "tokens of each of a microbatch's two sequences"),
+        ("layers", 8, "layers of the model"),
+        ("hidden", 256, "hidden size of the model"),
+        ("rounds", 5, "turns of each contestant"),
+        ("steps", 5, "measured steps of a turn"),
+    ):
+        step.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default {default})")
+    step.add_argument("--quick", action="store_true", help="two rounds of two steps")
+    step.add_argument("--json", metavar="FILE", type=Path, help="write the figures there, too")
 
     model = commands.add_parser("model", help="make or check a model folder and print its path")
     model.add_argument("name", help="smollm2-135m-instruct, tiny, tiny-untied, or a Hugging Face folder")
@@ -191,7 +227,21 @@ def _check(arguments: argparse.Namespace) -> None:
     cases = [case for case in (quick_grid() if arguments.quick else full_grid()) if arguments.only in case.name]
     if not cases:
         raise UserError(f"--only {arguments.only!r} names no case; try 'pp2', 'vp2', 'moe' or 'clip inf'")
+    _check_report(arguments.json)
     run_exact(cases, arguments.json)
+
+
+def _check_report(path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"--json {path}: the folder {path.parent} does not exist")
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from megatron_stream.bench.step import step_plan
+    from megatron_stream.bench.step_report import run_step
+
+    _check_report(arguments.json)
+    run_step(step_plan(arguments), arguments.json)
 
 
 def _model(arguments: argparse.Namespace) -> None:
@@ -200,7 +250,15 @@ def _model(arguments: argparse.Namespace) -> None:
     print(resolve_model(arguments.name))
 
 
-_COMMANDS = {"rl": _rl, "serve": _serve, "act": _act, "train-rl": _train_rl, "check": _check, "model": _model}
+_COMMANDS = {
+    "rl": _rl,
+    "serve": _serve,
+    "act": _act,
+    "train-rl": _train_rl,
+    "check": _check,
+    "bench": _bench,
+    "model": _model,
+}
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

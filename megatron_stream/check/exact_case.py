@@ -6,8 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-NUM_LAYERS = 8
 CLIPS = ("never", "some", "always", "inf")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT model's shape."""
+
+    layers: int = 8
+    hidden: int = 32
+    ffn: int = 48
+    heads: int = 4
+    kv_heads: int = 2
+    vocabulary: int = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class Case:
     microbatches: int = 4
     steps: int = 20
     one_length: bool = False
+    size: Size = Size()
 
     @property
     def world(self) -> int:

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_stream.check.exact_case import NUM_LAYERS, Case
-
-VOCABULARY = 256
-HIDDEN, FFN, HEADS, KV_HEADS = 32, 48, 4, 2
+from megatron_stream.check.exact_case import Case
 
 
 class Norm(torch.nn.RMSNorm):
@@ -39,16 +36,16 @@ def make_config(case: Case, batch_p2p_comm: bool = False) -> Any:
             "moe_router_load_balancing_type": "seq_aux_loss",
             "moe_aux_loss_coeff": 1e-2,
             "moe_grouped_gemm": False,
-            "moe_ffn_hidden_size": FFN,
+            "moe_ffn_hidden_size": case.size.ffn,
             "expert_model_parallel_size": case.ep,
             "expert_tensor_parallel_size": 1,
         }
     return TransformerConfig(
-        num_layers=NUM_LAYERS,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
-        num_query_groups=KV_HEADS,
+        num_layers=case.size.layers,
+        hidden_size=case.size.hidden,
+        ffn_hidden_size=case.size.ffn,
+        num_attention_heads=case.size.heads,
+        num_query_groups=case.size.kv_heads,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -85,7 +82,7 @@ def make_chunks(case: Case, config: Any, groups: Any) -> list[Any]:
 
     layer = get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    layers = [layer] * (NUM_LAYERS // (case.pp * case.vp))
+    layers = [layer] * (case.size.layers // (case.pp * case.vp))
     spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
     chunks = []
     for index in range(case.vp):
@@ -94,8 +91,8 @@ def make_chunks(case: Case, config: Any, groups: Any) -> list[Any]:
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=VOCABULARY,
-            max_sequence_length=64,
+            vocab_size=case.size.vocabulary,
+            max_sequence_length=512,
             pre_process=first,
             post_process=last,
             parallel_output=True,

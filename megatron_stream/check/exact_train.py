@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_stream.check.exact_case import Case
-from megatron_stream.check.exact_model import VOCABULARY, make_chunks, make_config
+from megatron_stream.check.exact_model import make_chunks, make_config
 
 LR = 1e-3
 LENGTHS = (5, 9, 3, 7)
@@ -89,7 +89,7 @@ def microbatches(case: Case, step: int, dp_rank: int) -> list[torch.Tensor]:
         length = LENGTHS[number % len(LENGTHS)] if case.variable_lengths else max(LENGTHS)
         length = -(-length // multiple) * multiple
         generator = torch.Generator().manual_seed(1000 * step + 10 * number + dp_rank)
-        found.append(torch.randint(0, VOCABULARY, (2, length), generator=generator))
+        found.append(torch.randint(0, case.size.vocabulary, (2, length), generator=generator))
     return found
 
 
@@ -156,10 +156,6 @@ def train(
                 outcome.state += [torch.as_tensor(v).clone() for v in inner.optimizer.state[p].values()]
         if inner.grad_scaler is not None:
             outcome.state.append(inner.grad_scaler.scale.clone())
-    for chunk in chunks:
-        chunk.grad_accs.clear()  # autograd nodes whose hooks hold the chunk, where no garbage collector looks
-    if wrap:
-        optimizer.detach()
     parallel_state.destroy_model_parallel()
     dist.barrier()
     return outcome

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
 from typing import Any
 
@@ -40,6 +41,12 @@ def _new_agent(name: str) -> Any:
         # NIXL's progress thread polls without a pause (a whole core on each side); both our ends poll anyway.
         return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     raise UserError("stream.lane=nixl needs the package nixl-cu12 or nixl-cu13: pip install 'megatron-stream[cpu]'")
+
+
+def _errors_of(agent: Any) -> tuple[type[Exception], ...]:
+    """What NIXL raises: its exceptions have no common base."""
+    bindings = sys.modules[type(agent.agent).__module__]
+    return tuple(e for e in vars(bindings).values() if isinstance(e, type) and issubclass(e, Exception))
 
 
 def _memory(buffer: torch.Tensor) -> tuple[str, int]:
@@ -76,6 +83,7 @@ class NixlSender:
     def __init__(self, name: str) -> None:
         self._name = name
         self._agent = _new_agent(name)
+        self._errors = _errors_of(self._agent)
         self._peers: dict[str, _Address] = {}
         self._registered: list[Any] = []
 
@@ -96,17 +104,20 @@ class NixlSender:
         memory, device = _memory(buffer)
         local = [(buffer.data_ptr() + r.source, r.nbytes, device) for r in ranges]
         target = [(remote.base + r.target, r.nbytes, remote.device) for r in ranges]
+        try:
+            state = self._transfer(peer, (local, memory), (target, remote.memory), notice, deadline_s)
+        except self._errors as error:
+            state = f"{type(error).__name__}: {error}"
+        if state != "DONE":
+            raise LaneError(f"{self._name}: writing to {peer} failed ({state}); is that worker alive?")
+
+    def _transfer(self, peer: str, local: Any, target: Any, notice: bytes, deadline_s: float) -> str:
         agent = self._agent
-        handle = agent.initialize_xfer(
-            "WRITE",
-            agent.get_xfer_descs(local, memory),
-            agent.get_xfer_descs(target, remote.memory),
-            peer,
-            notice,
-        )
+        descriptors = agent.get_xfer_descs(*local), agent.get_xfer_descs(*target)
+        handle = agent.initialize_xfer("WRITE", *descriptors, peer, notice)
         deadline = time.monotonic() + deadline_s
         try:
-            state = agent.transfer(handle)
+            state: str = agent.transfer(handle)
             while state == "PROC":
                 if time.monotonic() > deadline:
                     raise LaneError(f"{self._name}: writing to {peer} did not end within {deadline_s:g} s")
@@ -114,8 +125,7 @@ class NixlSender:
                 state = agent.check_xfer_state(handle)
         finally:
             agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise LaneError(f"{self._name}: writing to {peer} failed ({state}); is that worker alive?")
+        return state
 
     def close(self) -> None:
         if self._agent is None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+Detach = Callable[[], None]
+
 
 class Reduced:
     """A chunk whose gradients are reduced already, for finalize_model_grads, which would reduce them again."""
@@ -33,7 +35,7 @@ class GroupOfOne:
         return 1
 
 
-def attach_finalize(config: Any, hook: Callable[..., None]) -> None:
+def attach_finalize(config: Any, hook: Callable[..., None]) -> Detach:
     """Raises ValueError when the loop finalizes gradients in its own way."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -43,9 +45,10 @@ def attach_finalize(config: Any, hook: Callable[..., None]) -> None:
             f"config.finalize_model_grads_func is {theirs!r}; per-stage stepping replaces Megatron's own function only"
         )
     config.finalize_model_grads_func = hook
+    return partial(setattr, config, "finalize_model_grads_func", theirs)
 
 
-def attach_chunks(config: Any, chunks: Sequence[Any], hook: Callable[[int], None]) -> None:
+def attach_chunks(config: Any, chunks: Sequence[Any], hook: Callable[[int], None]) -> Detach:
     """`hook(chunk)` for every chunk after its last backward; starts its reduction first, as stock would."""
 
     def done(index: int, parameters: Any) -> None:
@@ -53,16 +56,18 @@ def attach_chunks(config: Any, chunks: Sequence[Any], hook: Callable[[int], None
             chunks[index].start_grad_sync()
         hook(index)
 
+    theirs = config.grad_sync_func
     config.grad_sync_func = [partial(done, index) for index in range(len(chunks))]
+    return partial(setattr, config, "grad_sync_func", theirs)
 
 
-def attach_buckets(chunk: Any, hook: Callable[[Any], None]) -> list[Any]:
+def attach_buckets(chunk: Any, hook: Callable[[Any], None]) -> Detach:
     """`hook(bucket_group)` once a bucket group's reduction has been started during a backward.
 
     In the very first step DDP reduces all buckets at the end (it counts its gradients first); there is no call
-    then. Keep what is returned: the hooks live as long as the accumulators.
+    then.
     """
-    accumulators = []
+    held = []  # the hooks live as long as their accumulators
 
     def seen(parameter: Any, *gradients: Any) -> None:
         group = chunk.param_to_bucket_group[parameter]
@@ -72,6 +77,11 @@ def attach_buckets(chunk: Any, hook: Callable[[Any], None]) -> list[Any]:
     for parameter in chunk.module.parameters():
         if parameter.requires_grad:
             accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            accumulator.register_hook(partial(seen, parameter))
-            accumulators.append(accumulator)
-    return accumulators
+            held.append((accumulator, accumulator.register_hook(partial(seen, parameter))))
+
+    def detach() -> None:
+        for _, handle in held:
+            handle.remove()
+        held.clear()
+
+    return detach

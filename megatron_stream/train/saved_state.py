@@ -1,8 +1,4 @@
-"""The exact copy of what an optimistic step changes, to take it back from.
-
-Bytes: for each parameter of the units that step early, its main parameter (4) and Adam's two moments (8), divided
-by the data-parallel size as the optimizer's state is. Nothing for the units that step after the verdict.
-"""
+"""The exact copy of what an optimistic step changes, to take it back from."""
 
 from __future__ import annotations
 
@@ -14,6 +10,13 @@ import torch
 from megatron_stream.train.units import Unit
 
 PLACES = ("device", "host")
+
+
+def predicted_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the copy for units that step early: each element that this rank owns has a main parameter and two
+    moments of Adam's (4 bytes each); each shard has a step count (4, in torch's Adam)."""
+    shards = [shard for unit in units for shard in unit.shards]
+    return sum(12 * shard.main.numel() for shard in shards) + 4 * len(shards)
 
 
 class SavedState:

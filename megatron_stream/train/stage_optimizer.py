@@ -21,9 +21,9 @@ import torch
 from megatron_stream.observe.events import EventLog
 from megatron_stream.stream.listener import StepListener
 from megatron_stream.train.grad_stats import GradStats, Verdict, unscale
-from megatron_stream.train.hooks import GroupOfOne, Reduced, attach_buckets, attach_chunks, attach_finalize
+from megatron_stream.train.hooks import Detach, GroupOfOne, Reduced, attach_buckets, attach_chunks, attach_finalize
 from megatron_stream.train.optimism import Optimism
-from megatron_stream.train.saved_state import SavedState
+from megatron_stream.train.saved_state import SavedState, predicted_bytes
 from megatron_stream.train.shards import chain_of, check_supported, shards_of
 from megatron_stream.train.units import Unit, make_units
 
@@ -106,11 +106,7 @@ class StageOptimizer:
         self._chain = chain_of(optimizer)
         self.units = make_units(shards_of(optimizer, chunks), chunks, config, groups, exchange=not self._per_token)
         self._by_key = {id(unit.key) if len(chunks) == 1 else unit.key: unit for unit in self.units.early}
-        # What ends with the first stage gains nothing: all other parts of the norm are in by then.
-        self._early_end = self._stage > 0
-        self._optimism = None
-        if stepping.mode == "optimistic" and (self._early_end or self.units.early):
-            self._optimism = Optimism()
+        self._optimism = Optimism() if stepping.mode == "optimistic" else None
         self._saved = SavedState(self._chain, stepping.copy_to)
         self._steps_before: list[Any] = []
         self._stats: GradStats | None = None
@@ -118,7 +114,7 @@ class StageOptimizer:
         self._pending: list[Unit] = []
         self._attempt = 0
         self._open = False
-        self._hooks: list[Any] = []
+        self._detach: list[Detach] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
@@ -128,17 +124,32 @@ class StageOptimizer:
         """Memory that the copy for a rollback takes on this rank."""
         return self._saved.nbytes
 
+    @property
+    def predicted_copy_bytes(self) -> int:
+        """The same by the formula in docs/per_stage_stepping.md."""
+        return predicted_bytes(self._optimistic_units)
+
+    @property
+    def _optimistic_units(self) -> list[Unit]:
+        """What steps before the verdict, as long as that pays."""
+        if self._optimism is None:
+            return []
+        # What ends with the first stage gains nothing: all other parts of the norm are in by then.
+        ends = [self.units.stage] if self._stage > 0 else []
+        return [unit for unit in (*self.units.early, *ends) if unit.shards]
+
     def attach(self, config: Any) -> None:
         """Put our hooks where the schedule finishes gradients."""
-        attach_finalize(config, self._finish_backward)
-        if len(self._chunks) > 1 and self._optimism is not None:
-            attach_chunks(config, self._chunks, self._chunk_done)
-        elif self.units.early and self._optimism is not None:
-            self._hooks = attach_buckets(self._chunks[0], self._bucket_started)
+        self._detach = [attach_finalize(config, self._finish_backward)]
+        if self._optimism is not None and len(self._chunks) > 1:
+            self._detach.append(attach_chunks(config, self._chunks, self._chunk_done))
+        elif self._optimism is not None and self.units.early:
+            self._detach.append(attach_buckets(self._chunks[0], self._bucket_started))
 
     def detach(self) -> None:
-        """Let go of the model: autograd's nodes hold our hooks, where no garbage collector looks."""
-        self._hooks.clear()
+        """Take our hooks away again: the wrapped optimizer is stock Megatron's as it was."""
+        while self._detach:
+            self._detach.pop()()
 
     # --- during the backward ---
 
@@ -212,9 +223,9 @@ class StageOptimizer:
             if not unit.stepped:
                 self._take_gradients(unit)
         self._stats = self._start_stats()
-        if self._early_end and self._optimism is not None and self._optimism.on:
-            for unit in (*self.units.early, self.units.stage):
-                if unit.shards and not unit.stepped:
+        if self._optimism is not None and self._optimism.on and self._stage > 0:
+            for unit in self._optimistic_units:
+                if not unit.stepped:
                     self.listener.before_change(unit.name)
                     self._saved.save(unit)
                     self._apply(unit, optimistic=True)
