@@ -46,7 +46,7 @@ def test_a_command_exists(page: str, command: str, capsys: pytest.CaptureFixture
         overrides = [word for word in arguments if "=" in word and not word.startswith("--")]
         assert main(["rl", "--cfg", *overrides]) == 0, capsys.readouterr().err
     options = [word.split("=")[0] for word in arguments if word.startswith("--")]
-    depth = 2 if arguments[0] == "check" else 1
+    depth = 2 if arguments[0] in ("check", "bench") else 1
     with pytest.raises(SystemExit) as end:
         main([*arguments[:depth], "--help"])
     assert end.value.code == 0
