@@ -94,9 +94,15 @@ def microbatches(case: Case, step: int, dp_rank: int) -> list[torch.Tensor]:
 
 
 def train(
-    case: Case, wrap: Callable[[Any, list[Any], Any, Any], Any] | None = None, batch_p2p_comm: bool = False
+    case: Case,
+    wrap: Callable[[Any, list[Any], Any, Any], Any] | None = None,
+    *,
+    batch_p2p_comm: bool = False,
+    first: int = 0,
+    finish: Callable[[list[Any], Any], None] | None = None,
 ) -> Outcome:
-    """Train `case.steps` steps. `wrap(optimizer, chunks, config, groups)` gives the optimizer that steps."""
+    """Train steps `first` to `case.steps`. `wrap(optimizer, chunks, config, groups)` gives the optimizer that steps;
+    `finish(chunks, optimizer)` is called at the end."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -120,7 +126,7 @@ def train(
         return output, lambda per_token: (per_token.float().mean() * scale, {})
 
     schedule = get_forward_backward_func()
-    for step in range(case.steps):
+    for step in range(first, case.steps):
         data = [(t, LOUD if loud(case, step) else 1.0) for t in microbatches(case, step, groups.dp.rank())]
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -153,9 +159,11 @@ def train(
         for group in inner.optimizer.param_groups:
             for p in group["params"]:
                 outcome.state += [p.detach().clone()]
-                outcome.state += [torch.as_tensor(v).clone() for v in inner.optimizer.state[p].values()]
+                outcome.state += [torch.as_tensor(v).clone() for _, v in sorted(inner.optimizer.state[p].items())]
         if inner.grad_scaler is not None:
             outcome.state.append(inner.grad_scaler.scale.clone())
+    if finish:
+        finish(chunks, optimizer)
     parallel_state.destroy_model_parallel()
     dist.barrier()
     return outcome

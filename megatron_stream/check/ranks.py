@@ -54,7 +54,6 @@ def _rank(connection: Connection, rank: int, world: int, port: int, deadline_s: 
     except Exception:  # the caller reports it with the rank
         _send(connection, (None, traceback.format_exc()))
     connection.close()
-    os._exit(0)  # process groups that the function left have threads; nobody waits for them
 
 
 def _run(world: int, deadline_s: float, call: Any) -> list[Any]:
@@ -66,7 +65,7 @@ def _run(world: int, deadline_s: float, call: Any) -> list[Any]:
 
     def start(rank: int, port: int) -> None:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(theirs, rank, world, port, deadline_s, call), daemon=True)
+        process = context.Process(target=_rank, args=(theirs, rank, world, port, deadline_s, call))  # may have children
         process.start()
         theirs.close()
         processes.append(process)
@@ -91,6 +90,8 @@ def _run(world: int, deadline_s: float, call: Any) -> list[Any]:
                         error = "the process died"
                     if error:
                         raise RunError(f"rank {rank} failed:\n{error}")
+        for process in processes:
+            process.join(_GRACE_S)
         return [results[rank] for rank in range(world)]
     finally:
         for process in processes:

@@ -58,13 +58,12 @@ class Trainer:
         load_stage(self.model, stage_blocks(self.spec, stages, self.stage), model_path)
         self.ddp = wrap_ddp(self.model, model_config, self.groups)
         megatron = build_optimizer(config.trainer.optimizer, [self.ddp], dtype, self.groups)
-        self.inner: torch.optim.Optimizer = megatron.chained_optimizers[0].optimizer
         self.timers = EventTimers(self.events, self.track)
         model_config.timers = self.timers
 
         self.progress = checkpoint.Progress(step=0, version=0)
         if config.resume and (path := checkpoint.latest(self.run_dir)):
-            self.progress = checkpoint.load(path, self.model, self.inner)
+            self.progress = checkpoint.load(path, [self.ddp], megatron)
             logger.info("resumed from %s: step %d, version %d", path, self.progress.step, self.progress.version)
 
         self.optimizer = StageOptimizer(
@@ -127,7 +126,7 @@ class Trainer:
             self.sender.check()
             every = self.config.trainer.save_every
             if self.progress.step == steps or (every and self.progress.step % every == 0):
-                checkpoint.save(self.run_dir, self.progress, self.model, self.inner)
+                checkpoint.save(self.run_dir, self.progress, [self.ddp], self.optimizer)
 
     def _step(self) -> None:
         step = self.progress.step
