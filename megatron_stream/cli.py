@@ -232,8 +232,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_report(path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
+    """Before the work, not after it."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise UserError(f"--json {path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise UserError(f"--json {path} is a folder; name a file in it")
 
 
 def _bench(arguments: argparse.Namespace) -> None:

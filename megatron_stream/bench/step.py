@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_stream.bench.step_lane import NeighbourLane
 from megatron_stream.check.exact_case import Case, Size
-from megatron_stream.check.exact_model import make_chunks, make_config
-from megatron_stream.check.exact_train import build_optimizer, initialize
+from megatron_stream.check.exact_job import build_job
 from megatron_stream.errors import UserError
 from megatron_stream.observe.events import EventLog
 from megatron_stream.train.stage_optimizer import StageOptimizer, Stepping
@@ -42,12 +40,11 @@ CONTESTANTS = tuple(
 
 @dataclass(frozen=True)
 class Plan:
-    """`rounds` turns of each contestant, each of one warm-up and `steps` measured steps of [batch, length] tokens."""
+    """`rounds` turns of each contestant, each of one warm-up and `steps` measured steps of [2, length] tokens."""
 
     case: Case
     rounds: int
     steps: int
-    batch: int
     length: int
     deadline_s: float = 120.0
 
@@ -56,9 +53,8 @@ def step_plan(arguments: argparse.Namespace) -> Plan:
     """Raises UserError when the layout cannot be run here."""
     a = arguments
     size = Size(a.layers, a.hidden, ffn=3 * a.hidden, heads=4, kv_heads=2, vocabulary=2048)
-    case = Case(
-        a.pp, a.vp, a.tp, a.dp, clip="never", microbatches=a.microbatches, overlap=a.dp > 1, one_length=True, size=size
-    )
+    case = Case(a.pp, a.vp, a.tp, a.dp, clip="never", microbatches=a.microbatches, one_length=True, size=size)
+    case = replace(case, overlap=a.dp > 1 or a.pp == 1)  # as users of DP set it; one stage steps by its buckets
     if min(a.pp, a.vp, a.tp, a.dp, a.microbatches, a.length, a.layers, a.hidden, a.rounds, a.steps) < 1:
         raise UserError("every number of `bench step` must be at least 1")
     if a.layers % (a.pp * a.vp):
@@ -68,7 +64,7 @@ def step_plan(arguments: argparse.Namespace) -> Plan:
     if a.vp > 1 and (a.pp == 1 or a.microbatches % a.pp):
         raise UserError("--vp needs --pp of at least 2, and --microbatches in multiples of it")
     rounds, steps = (2, 2) if a.quick else (a.rounds, a.steps)
-    return Plan(case, rounds, steps, batch=2, length=a.length)
+    return Plan(case, rounds, steps, length=a.length)
 
 
 @dataclass(frozen=True)
@@ -113,32 +109,16 @@ def measure(plan: Plan) -> Measured:
 
     if not torch.cuda.is_available():
         enable_cpu()
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    case = plan.case
-    groups = initialize(case)
-    config = make_config(case)
-    chunks = make_chunks(case, config, groups)
-    stock = build_optimizer(case, chunks, groups)
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = stock.scale_loss
-    timers = config.timers = _LastBackward()
-    if case.overlap:
-        config.no_sync_func = [chunk.no_sync for chunk in chunks] if case.vp > 1 else chunks[0].no_sync
+    job = build_job(plan.case)
+    chunks, groups, stock = job.chunks, job.groups, job.optimizer
+    timers = job.config.timers = _LastBackward()
     ours = {mode: StageOptimizer(stock, chunks, groups, Stepping(mode)) for mode in ("barrier", "optimistic")}
     units = ours["optimistic"].units.all()
     lane = NeighbourLane(units, plan.deadline_s)
     lane.start()
     generator = torch.Generator().manual_seed(groups.dp.rank())
-    shape = (plan.batch, plan.length)
-    data = [torch.randint(0, case.size.vocabulary, shape, generator=generator) for _ in range(case.microbatches)]
-    schedule = get_forward_backward_func()
-
-    def forward_step(iterator: Any, chunk: Any) -> Any:
-        tokens = next(iterator)
-        positions = torch.arange(plan.length).expand_as(tokens)
-        return chunk(tokens, positions, None, labels=tokens.roll(-1, 1)), lambda losses: (losses.float().mean(), {})
+    shape, vocabulary = (2, plan.length), plan.case.size.vocabulary
+    data = [(torch.randint(0, vocabulary, shape, generator=generator), 1.0) for _ in range(plan.case.microbatches)]
 
     def step(contestant: Contestant, number: int) -> Times:
         optimizer = ours.get(contestant.mode, stock)
@@ -147,15 +127,7 @@ def measure(plan: Plan) -> Measured:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        schedule(
-            forward_step_func=forward_step,
-            data_iterator=[iter(data) for _ in chunks] if case.vp > 1 else iter(data),
-            model=chunks if case.vp > 1 else chunks[:1],
-            num_microbatches=len(data),
-            seq_length=plan.length,
-            micro_batch_size=plan.batch,
-            forward_only=False,
-        )
+        job.run_schedule(data)
         optimizer.step()
         ready = time.time()
         if optimizer is stock:
@@ -173,7 +145,7 @@ def measure(plan: Plan) -> Measured:
             lane.active = contestant.sending
             if optimizer := ours.get(contestant.mode):
                 optimizer.listener = lane
-                optimizer.attach(config)
+                optimizer.attach(job.config)
             step(contestant, number)
             times += [step(contestant, number) for _ in range(plan.steps)]
             if optimizer:

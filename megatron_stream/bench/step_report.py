@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_stream.bench.machine import describe_machine
 from megatron_stream.bench.step import CONTESTANTS, Measured, Plan, Times, measure
 from megatron_stream.check.ranks import Ranks
+from megatron_stream.observe.machine import describe_machine
 
 Spread = tuple[float, float, float]  # median, least, largest
 

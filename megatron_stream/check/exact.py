@@ -16,6 +16,7 @@ import torch
 from megatron_stream.check.exact_case import Case
 from megatron_stream.check.exact_train import Outcome, train
 from megatron_stream.check.ranks import Ranks
+from megatron_stream.errors import RunError
 
 ROUNDING = 1e-3  # relative difference of gradient norms against one process, fp32
 Break = Callable[[Any], None]
@@ -90,7 +91,11 @@ def check_grid(ranks: Ranks, cases: list[Case]) -> Iterator[Result]:
     may route a token elsewhere) or sequence parallelism (which pads the sequences)."""
     ones: dict[Case, Result] = {}
     for case in cases:
-        result = check_case(ranks, case)
+        try:
+            result = check_case(ranks, case)
+        except RunError as error:
+            yield Result(case, [str(error)], [], 0, 0)
+            continue
         comparable = case.dtype == "float32" and not case.experts and not case.sequence_parallel
         if comparable and case.world > case.dp:
             one = one_process(case)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_stream.check.exact_case import Case
+from megatron_stream.model.build import LLAMA_SETTINGS
 
 
 class Norm(torch.nn.RMSNorm):
@@ -46,16 +47,7 @@ def make_config(case: Case, batch_p2p_comm: bool = False) -> Any:
         ffn_hidden_size=case.size.ffn,
         num_attention_heads=case.size.heads,
         num_query_groups=case.size.kv_heads,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **LLAMA_SETTINGS,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,

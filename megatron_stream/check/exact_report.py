@@ -12,6 +12,7 @@ from megatron_stream.check.exact import Result, check_grid
 from megatron_stream.check.exact_case import Case
 from megatron_stream.check.ranks import Ranks
 from megatron_stream.errors import RunError
+from megatron_stream.observe.machine import describe_machine
 
 
 def line_of(result: Result) -> str:
@@ -46,6 +47,7 @@ def run_exact(cases: list[Case], report: Path | None) -> None:
     wrong = [result for result in results if not result.ok]
     print(f"{len(results) - len(wrong)} of {len(results)} cases equal, {time.monotonic() - started:.0f} s", flush=True)
     if report is not None:
-        report.write_text(json.dumps([as_json(result) for result in results], indent=1) + "\n")
+        content = {"machine": describe_machine(), "cases": [as_json(result) for result in results]}
+        report.write_text(json.dumps(content, indent=1) + "\n")
     if wrong:
         raise RunError(f"{len(wrong)} cases differ from stock Megatron-core; the first: {wrong[0].case.name}")

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_stream.check.exact_case import Case
-from megatron_stream.check.exact_model import make_chunks, make_config
+from megatron_stream.check.exact_job import build_job
 
-LR = 1e-3
 LENGTHS = (5, 9, 3, 7)
 LOUD = 60.0  # the loss of a step on which clipping is to trigger is multiplied by this
 
@@ -28,27 +26,6 @@ class Outcome:
     copy_bytes: int = 0
 
 
-def initialize(case: Case) -> Any:
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=1,
-    )
-    model_parallel_cuda_manual_seed(1)
-    return ProcessGroupCollection.use_mpu_process_groups()
-
-
-def clip_of(case: Case) -> float:
-    """`some`: between the norms of ordinary and of loud steps."""
-    return {"never": 1e9, "some": 20.0, "always": 1e-2, "inf": 1e9}[case.clip]
-
-
 def loud(case: Case, step: int) -> bool:
     return case.clip == "some" and step % 5 in (2, 3)
 
@@ -56,29 +33,6 @@ def loud(case: Case, step: int) -> bool:
 def poison(case: Case, step: int) -> float | None:
     """What is put into a gradient of the last stage in this step."""
     return {3: float("inf"), 4: float("nan")}.get(step % 8) if case.clip == "inf" else None
-
-
-def build_optimizer(case: Case, chunks: list[Any], groups: Any) -> Any:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=LR,
-        weight_decay=0.1,
-        clip_grad=clip_of(case),
-        bf16=case.dtype == "bfloat16",
-        fp16=case.dtype == "float16",
-        params_dtype=getattr(torch, case.dtype),
-        use_distributed_optimizer=True,
-        overlap_param_gather=case.overlap,
-        log_num_zeros_in_grad=True,
-        # Without a scaler, stock Megatron writes inf and nan into the weights; with one it skips the step.
-        loss_scale=1.0 if case.clip == "inf" and case.dtype != "float16" else None,
-        initial_loss_scale=2.0**12,
-        hysteresis=1,
-        loss_scale_window=4,
-    )
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=groups)
 
 
 def microbatches(case: Case, step: int, dp_rank: int) -> list[torch.Tensor]:
@@ -104,28 +58,12 @@ def train(
     """Train steps `first` to `case.steps`. `wrap(optimizer, chunks, config, groups)` gives the optimizer that steps;
     `finish(chunks, optimizer)` is called at the end."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    groups = initialize(case)
-    config = make_config(case, batch_p2p_comm)
-    chunks = make_chunks(case, config, groups)
-    stock = build_optimizer(case, chunks, groups)
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = stock.scale_loss
-    if case.overlap:
-        config.no_sync_func = [chunk.no_sync for chunk in chunks] if case.vp > 1 else chunks[0].no_sync
-    optimizer = wrap(stock, chunks, config, groups) if wrap else stock
+    job = build_job(case, batch_p2p_comm)
+    chunks, groups, stock = job.chunks, job.groups, job.optimizer
+    optimizer = wrap(stock, chunks, job.config, groups) if wrap else stock
     poisoned = _poisoned_parameter(chunks, groups)
     outcome = Outcome({}, [])
-
-    def forward_step(data: Any, chunk: Any) -> Any:
-        tokens, scale = next(data)
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        output = chunk(tokens, positions, None, labels=tokens.roll(-1, 1))
-        return output, lambda per_token: (per_token.float().mean() * scale, {})
-
-    schedule = get_forward_backward_func()
     for step in range(first, case.steps):
         data = [(t, LOUD if loud(case, step) else 1.0) for t in microbatches(case, step, groups.dp.rank())]
         for chunk in chunks:
@@ -135,15 +73,7 @@ def train(
         hook = None
         if value is not None and poisoned is not None:
             hook = poisoned.register_hook(lambda grad, value=value: torch.full_like(grad, value))
-        schedule(
-            forward_step_func=forward_step,
-            data_iterator=[iter(data) for _ in chunks] if case.vp > 1 else iter(data),
-            model=chunks if case.vp > 1 else chunks[:1],
-            num_microbatches=len(data),
-            seq_length=max(t.shape[1] for t, _ in data),
-            micro_batch_size=2,
-            forward_only=False,
-        )
+        job.run_schedule(data)
         outcome.steps.append(optimizer.step())
         if hook is not None:
             hook.remove()
@@ -165,7 +95,6 @@ def train(
     if finish:
         finish(chunks, optimizer)
     parallel_state.destroy_model_parallel()
-    dist.barrier()
     return outcome
 
 

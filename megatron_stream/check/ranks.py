@@ -11,12 +11,14 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from megatron_stream.errors import RunError
 from megatron_stream.platform.quiet import quiet_megatron
@@ -46,7 +48,7 @@ def _rank(connection: Connection, rank: int, world: int, port: int, deadline_s: 
             _HOST, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout
         )
         if rank == 0:
-            _send(connection, store.port)
+            _send(connection, (store.port, None))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         result = function(*arguments)
         dist.barrier()
@@ -65,46 +67,54 @@ def _run(world: int, deadline_s: float, call: Any) -> list[Any]:
 
     def start(rank: int, port: int) -> None:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(theirs, rank, world, port, deadline_s, call))  # may have children
+        # Not a daemon: it may have children (those that write checkpoints).
+        process = context.Process(target=_rank, args=(theirs, rank, world, port, deadline_s, call))
         process.start()
         theirs.close()
         processes.append(process)
         connections.append(ours)
 
-    try:
-        start(0, 0)
-        port = _receive(connections[0])
-        for rank in range(1, world):
-            start(rank, port)
-        results: dict[int, Any] = {}
-        while len(results) < world:
-            waiting = {connections[rank]: rank for rank in range(world) if rank not in results}
+    def answers(ranks: Iterable[int]) -> dict[int, Any]:
+        """What each of these ranks sends next, in the order of arrival."""
+        found: dict[int, Any] = {}
+        waiting = {connections[rank]: rank for rank in ranks}
+        while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RunError(f"no answer from rank {sorted(waiting.values())} within {deadline_s:g} s")
-            for connection, rank in waiting.items():
-                if connection in ready:
-                    try:
-                        results[rank], error = _receive(connection)
-                    except EOFError:
-                        error = "the process died"
-                    if error:
-                        raise RunError(f"rank {rank} failed:\n{error}")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    found[rank], error = _receive(connection)
+                except EOFError:
+                    error = "the process died"
+                if error:
+                    raise RunError(f"rank {rank} failed:\n{error}")
+        return found
+
+    try:
+        start(0, 0)
+        port = answers([0])[0]
+        for rank in range(1, world):
+            start(rank, port)
+        results = answers(range(world))
         for process in processes:
             process.join(_GRACE_S)
         return [results[rank] for rank in range(world)]
     finally:
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
         for process in processes:
-            process.kill()
             process.join()
         for connection in connections:
             connection.close()
 
 
-def _serve(connection: Connection, deadline_s: float, preload: Sequence[str]) -> None:
+def _serve(connection: Connection, deadline_s: float) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     quiet_megatron()
-    for module in preload:
+    for module in _PRELOAD:
         importlib.import_module(module)
     while True:
         try:
@@ -120,11 +130,11 @@ def _serve(connection: Connection, deadline_s: float, preload: Sequence[str]) ->
 class Ranks:
     """Use as `with Ranks() as ranks`. `deadline_s` holds for each call."""
 
-    def __init__(self, deadline_s: float = 300.0, preload: Sequence[str] = _PRELOAD) -> None:
+    def __init__(self, deadline_s: float = 300.0) -> None:
         context = get_context("spawn")
         self._deadline_s = deadline_s
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, deadline_s, preload))
+        self._process = context.Process(target=_serve, args=(theirs, deadline_s))
         self._process.start()
         theirs.close()
 

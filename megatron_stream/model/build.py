@@ -13,6 +13,21 @@ from megatron_stream.layout.llama import megatron_blocks
 from megatron_stream.model.hf import ModelSpec, open_tensors
 from megatron_stream.model.split import stage_layers
 
+# TransformerConfig's settings of a Llama-like model, with nothing fused: what runs on every device.
+LLAMA_SETTINGS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+
 
 def transformer_config(spec: ModelSpec, pipeline: int, dtype: torch.dtype, device: torch.device) -> Any:
     """Megatron-core's TransformerConfig for this model."""
@@ -25,18 +40,8 @@ def transformer_config(spec: ModelSpec, pipeline: int, dtype: torch.dtype, devic
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
-        normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **LLAMA_SETTINGS,
         pipeline_model_parallel_size=pipeline,
         pipeline_dtype=dtype,
         params_dtype=dtype,

@@ -23,11 +23,13 @@ from megatron_stream.stream.listener import StepListener
 from megatron_stream.train.grad_stats import GradStats, Verdict, unscale
 from megatron_stream.train.hooks import Detach, GroupOfOne, Reduced, attach_buckets, attach_chunks, attach_finalize
 from megatron_stream.train.optimism import Optimism
-from megatron_stream.train.saved_state import SavedState, predicted_bytes
+from megatron_stream.train.saved_state import PLACES, SavedState, predicted_bytes
 from megatron_stream.train.shards import chain_of, check_supported, shards_of
 from megatron_stream.train.units import Unit, make_units
 
 logger = logging.getLogger("megatron_stream.trainer")
+
+MODES = ("optimistic", "barrier")
 
 
 def _refuse_swapped_messages(config: Any, groups: Any, num_chunks: int) -> None:
@@ -59,6 +61,11 @@ class Stepping:
 
     mode: str = "optimistic"
     copy_to: str = "device"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("mode", self.mode, MODES), ("copy_to", self.copy_to, PLACES)):
+            if value not in known:
+                raise ValueError(f"Stepping.{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
 class StageOptimizer:
@@ -106,7 +113,11 @@ class StageOptimizer:
         self._chain = chain_of(optimizer)
         self.units = make_units(shards_of(optimizer, chunks), chunks, config, groups, exchange=not self._per_token)
         self._by_key = {id(unit.key) if len(chunks) == 1 else unit.key: unit for unit in self.units.early}
-        self._optimism = Optimism() if stepping.mode == "optimistic" else None
+        # What steps before the verdict, as long as that pays. What ends with the first stage gains nothing: all
+        # other parts of the norm are in by then.
+        ends = [self.units.stage] if self._stage > 0 else []
+        self._optimistic = [u for u in (*self.units.early, *ends) if u.shards] if stepping.mode == "optimistic" else []
+        self._optimism = Optimism() if self._optimistic else None
         self._saved = SavedState(self._chain, stepping.copy_to)
         self._steps_before: list[Any] = []
         self._stats: GradStats | None = None
@@ -127,16 +138,7 @@ class StageOptimizer:
     @property
     def predicted_copy_bytes(self) -> int:
         """The same by the formula in docs/per_stage_stepping.md."""
-        return predicted_bytes(self._optimistic_units)
-
-    @property
-    def _optimistic_units(self) -> list[Unit]:
-        """What steps before the verdict, as long as that pays."""
-        if self._optimism is None:
-            return []
-        # What ends with the first stage gains nothing: all other parts of the norm are in by then.
-        ends = [self.units.stage] if self._stage > 0 else []
-        return [unit for unit in (*self.units.early, *ends) if unit.shards]
+        return predicted_bytes(self._optimistic)
 
     def attach(self, config: Any) -> None:
         """Put our hooks where the schedule finishes gradients."""
@@ -176,13 +178,12 @@ class StageOptimizer:
 
     def _bucket_started(self, group: Any) -> None:
         """Step the bucket before this one, whose reduction had this bucket's backward to end in."""
-        unit = self._by_key.get(id(group))
-        if unit is None or self._optimism is None or not self._optimism.on:
+        if self._optimism is None or not self._optimism.on:
             return
         for ready in self._pending:
             ready.key.grad_reduce_handle.wait()
             self._step_early(ready)
-        self._pending = [unit]
+        self._pending = [unit] if (unit := self._by_key.get(id(group))) else []
 
     @torch.no_grad()
     def _step_early(self, unit: Unit) -> None:
@@ -224,7 +225,7 @@ class StageOptimizer:
                 self._take_gradients(unit)
         self._stats = self._start_stats()
         if self._optimism is not None and self._optimism.on and self._stage > 0:
-            for unit in self._optimistic_units:
+            for unit in self._optimistic:
                 if not unit.stepped:
                     self.listener.before_change(unit.name)
                     self._saved.save(unit)

@@ -2,7 +2,8 @@
 
 1F1B          `stage S`              after the stage's last backward
 interleaved   `stage S chunk C`      after the chunk's last backward; the first chunk's with `stage S`
-one stage     `stage 0 bucket B`     when the bucket's gradients are reduced, during the last backward
+one stage     `stage 0 bucket B`     when the bucket's gradients are reduced, during the last backward; the last
+                                     bucket's with `stage 0`
 any           `stage S`              what is left when the schedule finishes the stage's gradients
 any           `stage S late`         parameters whose gradient needs another stage (a tied embedding's copy)
 """
@@ -72,7 +73,8 @@ def make_units(shards: Sequence[Shard], chunks: Sequence[Any], config: Any, grou
     if len(chunks) > 1:
         keys = {id(s.param): s.chunk for s in shards if s.chunk > 0}
     elif stages == 1 and chunks[0].ddp_config.overlap_grad_reduce:
-        keys = {id(param): group for param, group in chunks[0].param_to_bucket_group.items()}
+        last = chunks[0].bucket_groups[-1]  # in the order of the backward: ends with the stage
+        keys = {id(param): group for param, group in chunks[0].param_to_bucket_group.items() if group is not last}
     early: dict[int, Unit] = {}
     rest = Unit(f"stage {stage}", [])
     for shard in shards:

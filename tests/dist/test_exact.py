@@ -73,6 +73,24 @@ def test_it_equals_one_process_to_rounding(ranks: Ranks, case: Case) -> None:
     assert error is not None and error < 1e-3
 
 
+def _stock_norms(case: Case, batch_p2p_comm: bool) -> list[float]:
+    from megatron_stream.platform.cpu import enable_cpu
+
+    enable_cpu()
+    from megatron_stream.check.exact_train import train
+
+    return [float(step[1] or 0.0) for step in train(case, batch_p2p_comm=batch_p2p_comm).steps]
+
+
+def test_one_process_sees_a_wrong_setting_that_both_sides_share(ranks: Ranks) -> None:
+    """On gloo the batched messages of two interleaved stages are swapped (DESIGN 5.4): stock is wrong without a word."""
+    case = Case(pp=2, vp=2, clip="never", steps=2)
+    (one,) = ranks.call(1, _stock_norms, one_process(case), False)
+    right, wrong = (ranks.call(2, _stock_norms, case, batched)[0] for batched in (False, True))
+    assert right == pytest.approx(one, rel=1e-3)
+    assert wrong != pytest.approx(one, rel=1e-3)
+
+
 def test_the_full_grid_has_every_axis() -> None:
     cases = full_grid()
     assert len(cases) > 200

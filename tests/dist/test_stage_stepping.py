@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from megatron_stream.check.exact_case import Case
 from megatron_stream.check.ranks import Ranks
 from megatron_stream.stream.listener import StepListener
+from megatron_stream.train.stage_optimizer import Stepping
 
 pytestmark = pytest.mark.dist
 
@@ -132,3 +136,18 @@ def test_two_interleaved_stages_with_swapped_messages_are_refused(ranks: Ranks) 
     for setting in ("batch_p2p_comm", "variable_seq_lengths"):
         for answer in ranks.call(2, _refused, Case(pp=2, vp=2, steps=1), setting):
             assert "confuses the messages of interleaved stages" in answer
+
+
+@pytest.mark.parametrize("setting", ["mode", "copy_to"])
+def test_an_unknown_word_in_stepping_is_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"Stepping.{setting} is 'optimstic'; it must be one of"):
+        Stepping(**{setting: "optimstic"})
+
+
+def test_the_adoption_example_steps_every_unit_to_the_last_version() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).parents[2] / "examples" / "adopt" / "train.py"
+    run = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    for unit in ("stage 0", "stage 1", "stage 1 late"):
+        assert f"{unit}: version 5 is final and validated" in run.stdout
