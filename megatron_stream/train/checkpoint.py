@@ -44,6 +44,9 @@ def latest(run_dir: Path) -> Path | None:
 def save(run_dir: Path, progress: Progress, chunks: Sequence[Any], optimizer: Any) -> None:
     """Collective: every rank calls it. Older checkpoints are removed once the new one is whole.
 
+    Megatron gathers the optimizer state over the data-parallel group and copies it: for a moment, up to 36 bytes of
+    host memory for each parameter of the stage.
+
     `chunks`: the rank's model chunks in DDP; `optimizer`: Megatron's, or ours around it.
     """
     from megatron.core import dist_checkpointing

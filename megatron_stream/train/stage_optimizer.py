@@ -119,6 +119,13 @@ class StageOptimizer:
         self._optimistic = [u for u in (*self.units.early, *ends) if u.shards] if stepping.mode == "optimistic" else []
         self._optimism = Optimism() if self._optimistic else None
         self._saved = SavedState(self._chain, stepping.copy_to)
+        # As DDP.start_param_sync, but where one rank has all, stock copies the parameters onto themselves.
+        self._gathered = [
+            buckets
+            for chunk in self._chunks
+            for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            if not chunk.ddp_config.overlap_param_gather and buckets.intra_distributed_optimizer_instance_size > 1
+        ]
         self._steps_before: list[Any] = []
         self._stats: GradStats | None = None
         self._reduced: set[int] = set()
@@ -260,9 +267,8 @@ class StageOptimizer:
                 self._apply(unit, optimistic=False)
             unit.stepped = False
             self.listener.validated(unit.name, self.version + 1, self._attempt)
-        for chunk in self._chunks:
-            if not chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync()
+        for buckets in self._gathered:
+            buckets.start_param_sync()
         self.version += 1
         return True, verdict.norm, zeros
 
