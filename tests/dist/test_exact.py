@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from megatron_stream.check.exact import check_case, norm_error, one_process
+from megatron_stream.check.exact import check_case, compare, norm_error, one_process
 from megatron_stream.check.exact_case import Case, full_grid, quick_grid
 from megatron_stream.check.ranks import Ranks
 
@@ -89,6 +92,56 @@ def test_one_process_sees_a_wrong_setting_that_both_sides_share(ranks: Ranks) ->
     right, wrong = (ranks.call(2, _stock_norms, case, batched)[0] for batched in (False, True))
     assert right == pytest.approx(one, rel=1e-3)
     assert wrong != pytest.approx(one, rel=1e-3)
+
+
+def test_lengths_that_differ_over_eight_ranks(ranks: Ranks) -> None:
+    """Sequences of 5, 9, 3 and 7 tokens with tp2 pp4."""
+    case = Case(pp=4, tp=2, clip="never", steps=2)
+    result = check_case(ranks, case)
+    assert result.differences == []
+    error = norm_error(result, check_case(ranks, replace(one_process(case), steps=2)))
+    assert error is not None and error < 1e-3
+
+
+def _with_deferred_head_gradients(case: Case) -> tuple[list[str], list[float | None]]:
+    """Compare with Megatron's deferred gradient of the output layer, its CUDA kernel written in torch."""
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_stream.check import exact_job
+
+    kernel = ModuleType("fused_weight_gradient_mlp_cuda")
+    kernel.wgrad_gemm_accum_fp32 = lambda inputs, grads, into: into.add_(grads.t() @ inputs)  # type: ignore[attr-defined]
+    sys.modules[kernel.__name__] = layers.fused_weight_gradient_mlp_cuda = kernel
+    layers._grad_accum_fusion_available = True
+    make_config, make_chunks = exact_job.make_config, exact_job.make_chunks
+
+    def config_that_defers(*args: Any) -> Any:
+        config = make_config(*args)
+        config.gradient_accumulation_fusion = config.defer_embedding_wgrad_compute = True
+        return config
+
+    def chunks_that_defer(*args: Any) -> list[Any]:
+        """Transformer Engine's layers leave the setting alone; Megatron's own would all defer."""
+        chunks = make_chunks(*args)
+        for chunk in chunks:
+            for name, module in chunk.module.named_modules():
+                if isinstance(module, layers.ColumnParallelLinear) and name != "output_layer":
+                    module.config = copy.copy(module.config)
+                    module.config.defer_embedding_wgrad_compute = False
+        return chunks
+
+    exact_job.make_config, exact_job.make_chunks = config_that_defers, chunks_that_defer
+    differences, norms, _, _ = compare(case)
+    return differences, norms
+
+
+@pytest.mark.parametrize("vp", [1, 2])
+def test_a_deferred_gradient_of_the_head_is_in_before_its_unit_steps(ranks: Ranks, vp: int) -> None:
+    case = Case(pp=2, vp=vp, clip="some", steps=4)
+    plain = check_case(ranks, case).norms
+    for differences, norms in ranks.call(2, _with_deferred_head_gradients, case):
+        assert differences == []
+        assert norms == pytest.approx(plain, rel=1e-5)
 
 
 def test_the_full_grid_has_every_axis() -> None:
